@@ -1,0 +1,46 @@
+"""The two sides of the comparison, behind one small face.
+
+Both modules have the same names (`init_rpc`, `rpc_sync`, `rpc_async`, `shutdown`), so a figure is written once,
+against `backend.rpc`. Only the options of `init_rpc` differ. Importing this module imports neither side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One RPC implementation: its module, and how `init_rpc` is told which transport to use."""
+
+    name: str
+    module: str
+    options: Callable[[str | None], dict[str, Any]]
+
+    @property
+    def rpc(self) -> Any:
+        return import_module(self.module)
+
+    def join(self, name: str, *, rank: int, world_size: int, transport: str | None) -> None:
+        """Make this process the worker `name` of a group that meets at MASTER_ADDR and MASTER_PORT."""
+        self.rpc.init_rpc(name, rank=rank, world_size=world_size, **self.options(transport))
+
+
+def _telegrad_options(transport: str | None) -> dict[str, Any]:
+    if transport is None:
+        return {}
+    return {"options": import_module("telegrad").Options(transports=(transport,))}
+
+
+def _torch_options(transport: str | None) -> dict[str, Any]:
+    from torch.distributed.rpc import TensorPipeRpcBackendOptions
+
+    names = None if transport is None else [{"tcp": "uv"}[transport]]
+    return {"rpc_backend_options": TensorPipeRpcBackendOptions(num_worker_threads=16, _transports=names)}
+
+
+TELEGRAD = Backend("telegrad", "telegrad.rpc", _telegrad_options)
+TORCH = Backend("torch", "torch.distributed.rpc", _torch_options)

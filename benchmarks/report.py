@@ -1,0 +1,130 @@
+"""What a run says: the table on the terminal, the Markdown file and the plot in results/."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks import plot
+from benchmarks.figures import Figure, Suite
+from benchmarks.machine import Machine
+from benchmarks.runner import FLOOR, Load, Plan, Results
+from benchmarks.summary import Row, Side, rows, show, side
+from benchmarks.tables import Grid
+
+
+def print_report(suite: Suite, results: Results, machine: Machine) -> None:
+    if suite.figures:
+        ratios(rows(results, suite.figures)).print(suite.title)
+    if suite.floors:
+        floors(results, suite.floors).print("Floors")
+    for title, text in section_texts(suite, results):
+        print(f"{title}\n\n{text}\n")
+    print(f"{machine}\nload average: {load_text(results.loads[0])} before, {load_text(results.loads[-1])} after")
+    for failure in results.failures:
+        print(f"FAILED round {failure.round}, {failure.side}, {failure.task}: {failure.error}")
+
+
+def write_report(
+    suite: Suite, plan: Plan, results: Results, machine: Machine, *, directory: Path, partial: bool
+) -> list[Path]:
+    """The results file and its plot; a partial run gets a name of its own, so that it replaces no full one."""
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    stem = f"{suite.name}{'-partial' if partial else ''}_{machine.slug}_{date}"
+    directory.mkdir(parents=True, exist_ok=True)
+    table, picture = directory / f"{stem}.md", directory / f"{stem}.png"
+    drawn = plot.draw(suite, results, f"{suite.title}\n{machine}", picture) if suite.figures else False
+    text = _document(suite, plan, results, machine, date, picture.name if drawn else None)
+    table.write_text(text, encoding="utf-8")
+    return [table, picture] if drawn else [table]
+
+
+def _document(
+    suite: Suite, plan: Plan, results: Results, machine: Machine, date: str, picture: str | None
+) -> str:
+    table = rows(results, suite.figures)
+    quick = " **A quick run: too few samples to be quoted.**" if plan.quick else ""
+    parts = [f"# {suite.title}", f"{date}. {machine}. {plan.rounds} rounds, backends alternating.{quick}"]
+    if table:
+        parts += [ratios(table).markdown(), "\n".join(f"- {remark}" for remark in suite.remarks)]
+    if picture:
+        parts.append(f"![times, on a logarithmic axis]({picture})")
+    if suite.floors:
+        parts += ["## Floors", floors(results, suite.floors).markdown()]
+    if table:
+        parts += ["## Each round", "Median / p99.", each_round(table, plan.rounds).markdown()]
+    parts += ["## Load", load_averages(results.loads).markdown()]
+    for title, text in section_texts(suite, results):
+        parts += [f"## {title}", text]
+    if results.failures:
+        lines = [f"- round {one.round}, {one.side}, {one.task}: {one.error}" for one in results.failures]
+        parts += ["## Failures", "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def ratios(table: list[Row]) -> Grid:
+    header = ("figure", "telegrad", "p99", "torch", "p99", "ratio", "each round", "goal", "met")
+    return Grid(header, [_ratio_row(row) for row in table])
+
+
+def _ratio_row(row: Row) -> tuple[str, ...]:
+    unit, goal = row.figure.unit, row.figure.goal
+    return (
+        row.figure.title,
+        show(row.telegrad.median, unit),
+        show(row.telegrad.p99, unit),
+        show(row.torch.median, unit),
+        show(row.torch.p99, unit),
+        "–" if row.ratio is None else f"{row.ratio:.3f}",
+        " ".join(f"{ratio:.2f}" for ratio in row.ratios.values()) or "–",
+        "–" if goal is None else f"{goal:.2f}",
+        {True: "yes", False: "no", None: "–"}[row.met],
+    )
+
+
+def floors(results: Results, figures: tuple[Figure, ...]) -> Grid:
+    sides = [(figure, side(results, FLOOR, figure)) for figure in figures]
+    cells = [(figure.title, show(one.median, figure.unit), show(one.p99, figure.unit)) for figure, one in sides]
+    return Grid(("floor", "median", "p99"), cells)
+
+
+def each_round(table: list[Row], rounds: int) -> Grid:
+    header = ("figure", "side", "samples", *(f"round {number}" for number in range(1, rounds + 1)))
+    cells = []
+    for row in table:
+        for name, one in (("telegrad", row.telegrad), ("torch", row.torch)):
+            if one.rounds:
+                cells.append((row.figure.title, name, _samples(one), *_round_cells(row.figure, one, rounds)))
+    return Grid(header, cells)
+
+
+def _samples(one: Side) -> str:
+    return str(next(iter(one.rounds.values())).count)
+
+
+def _round_cells(figure: Figure, one: Side, rounds: int) -> list[str]:
+    spreads = [one.rounds.get(number) for number in range(1, rounds + 1)]
+    return [
+        "failed" if spread is None else f"{show(spread.median, figure.unit)} / {show(spread.p99, figure.unit)}"
+        for spread in spreads
+    ]
+
+
+def load_averages(loads: tuple[Load, ...]) -> Grid:
+    names = [*(f"before round {number}" for number in range(1, len(loads))), "at the end"]
+    cells = [(name, *(f"{value:.2f}" for value in load)) for name, load in zip(names, loads, strict=True)]
+    return Grid(("load average", "1 min", "5 min", "15 min"), cells)
+
+
+def load_text(load: Load) -> str:
+    return " ".join(f"{value:.2f}" for value in load)
+
+
+def section_texts(suite: Suite, results: Results) -> list[tuple[str, str]]:
+    """The title and Markdown of each section that was measured."""
+    values = {record.task: record.value for record in results.records if record.error is None}
+    return [
+        (section.title, section.render(values[section.name]))
+        for section in suite.sections
+        if section.name in values
+    ]

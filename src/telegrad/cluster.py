@@ -1,0 +1,202 @@
+"""LocalCluster: workers on this machine for as long as a `with` lasts.
+
+    with telegrad.LocalCluster(["trainer", "ps"]) as cluster:
+        cluster.call("ps", torch.add, 1, 2)
+
+Works in a script without a `__main__` guard, under pytest and in a notebook, since the children never run
+the caller's script: its functions travel to them by value (see by_value.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from . import current
+from .config import Options
+from .errors import ClusterError, PeerLostError, TelegradError
+from .forkserver import ForkServer, Job
+from .futures import Future
+from .rendezvous import Group
+from .transport.inproc import Hub
+from .worker import Worker
+
+
+class _Seat(msgspec.Struct, frozen=True):
+    """What a child needs to become a worker."""
+
+    name: str
+    port: int
+    options: dict[str, Any]
+    path: list[str]
+    directory: str
+
+
+class LocalCluster:
+    """Workers with these names, and `worker`, one more for the caller, all connected with each other.
+
+    Args:
+        names: the workers' names.
+        transport: "unix" (the default) or "tcp" for processes; "inproc" for workers in this process.
+        driver: the name of the caller's own worker.
+        options: telegrad's options, for all of them.
+        server: a ForkServer to use; one of its own is started otherwise, which takes as long as importing torch.
+        start_timeout: how many seconds starting may take.
+
+    While it is entered, the caller's worker is the current one, so `telegrad.rpc.rpc_sync` uses it.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        transport: str = "unix",
+        driver: str = "driver",
+        options: Options | None = None,
+        server: ForkServer | None = None,
+        start_timeout: float = 60.0,
+    ) -> None:
+        if transport not in ("unix", "tcp", "inproc"):
+            raise ValueError(f"transport is {transport!r}; choose 'unix', 'tcp' or 'inproc'")
+        everybody = [driver, *names]
+        repeated = sorted({name for name in everybody if everybody.count(name) > 1})
+        if repeated or not all(everybody):
+            raise ValueError(f"names must be unique and not empty; repeated: {repeated} (the caller's is {driver!r})")
+        self.names = tuple(names)
+        self._transport = transport
+        self._driver = driver
+        options = options or Options()
+        if transport == "tcp":
+            options = Options(**{**asdict(options), "transports": ("tcp",)})
+        self._options = options
+        self._given_server = server
+        self._start_timeout = start_timeout
+        self._undo = contextlib.ExitStack()
+        self._pids: dict[str, int] = {}
+        self._worker: Worker | None = None
+        self._in_process: list[Worker] = []
+
+    @property
+    def worker(self) -> Worker:
+        """The caller's own worker."""
+        if self._worker is None:
+            raise ClusterError("the cluster is not running; use it inside `with telegrad.LocalCluster(...)`")
+        return self._worker
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """The process of each worker (none with transport="inproc")."""
+        return dict(self._pids)
+
+    def call(self, to: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a function on a worker and returns its result."""
+        return self.worker.call(to, function, args, kwargs)
+
+    def call_async(self, to: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
+        """Runs a function on a worker; a future of its result."""
+        return self.worker.call_async(to, function, args, kwargs)
+
+    # -- starting and ending ---------------------------------------------------------------------------
+
+    def __enter__(self) -> LocalCluster:
+        with contextlib.ExitStack() as undo:
+            if self._transport == "inproc":
+                self._start_in_process(undo)
+            else:
+                self._start_processes(undo)
+            self._make_current(undo)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo.close()
+        self._worker = None
+        self._pids.clear()
+
+    def _make_current(self, undo: contextlib.ExitStack) -> None:
+        token = current.worker_var.set(self._worker)
+        if current.default_worker() is None:
+            current.set_default_worker(self._worker)
+            undo.callback(current.set_default_worker, None)
+
+        def reset() -> None:
+            try:
+                current.worker_var.reset(token)
+            except ValueError:  # left in another context than it was entered in, as notebooks and pytest do
+                current.worker_var.set(None)
+
+        undo.callback(reset)
+
+    def _start_in_process(self, undo: contextlib.ExitStack) -> None:
+        group = Group(dist.HashStore(), None, self._start_timeout)
+        hub = Hub()
+        for name in (self._driver, *self.names):
+            worker = Worker.start(name, group, self._options, hub=hub)
+            undo.callback(worker.close, graceful=False)
+            self._in_process.append(worker)
+        self._worker = self._in_process[0]
+
+    def _start_processes(self, undo: contextlib.ExitStack) -> None:
+        deadline = time.monotonic() + self._start_timeout
+        server = self._given_server or undo.enter_context(ForkServer())
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        group = Group(store, None, self._start_timeout)
+        self._worker = Worker.start(self._driver, group, self._options)
+        undo.callback(self._worker.close, graceful=False)
+        options = asdict(self._options)
+        path = [os.path.abspath(p) if p else os.getcwd() for p in sys.path]
+        jobs = []
+        for name in self.names:
+            seat = _Seat(name, store.port, options, path, os.getcwd())
+            jobs.append(Job(name, "telegrad.cluster:run_child", msgspec.msgpack.encode(seat)))
+        pids = server.spawn(jobs, max(0.0, deadline - time.monotonic()))
+        self._pids = dict(zip(self.names, pids, strict=True))
+        undo.callback(server.stop, pids, 2.0)
+        self._wait_for_children(server, group, deadline)
+
+    def _wait_for_children(self, server: ForkServer, group: Group, deadline: float) -> None:
+        missing = set(self.names)
+        pause = 0.002
+        while missing:
+            missing -= {name for name in missing if group.find(name) is not None}
+            for name in missing:
+                status = server.status(self._pids[name])
+                if status is not None:
+                    raise ClusterError(f"worker {name!r} ended with status {status} before it joined; see its output above")
+            if missing and time.monotonic() > deadline:
+                raise ClusterError(f"workers {sorted(missing)} did not join within {self._start_timeout:.0f} s")
+            if missing:
+                time.sleep(pause)
+                pause = min(0.02, pause * 1.5)
+
+
+def run_child(argument: bytes) -> None:
+    """The life of a forked worker: serves until it is told to end."""
+    seat = msgspec.msgpack.decode(argument, type=_Seat)
+    sys.path[:] = seat.path
+    with contextlib.suppress(OSError):
+        os.chdir(seat.directory)
+    torch.set_num_threads(1)
+    end = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: end.set())
+    store = dist.TCPStore("127.0.0.1", seat.port, None, False, wait_for_workers=False)
+    options = Options(**{**seat.options, "transports": tuple(seat.options["transports"])})
+    worker = Worker.start(seat.name, Group(store, None, options.init_timeout), options)
+    current.set_default_worker(worker)
+    end.wait()
+    with contextlib.suppress(TelegradError, PeerLostError):
+        worker.close(graceful=False)

@@ -1,0 +1,201 @@
+"""What happens to a message that has arrived: a call is run and answered, an answer goes to who waits for it.
+
+Everything here runs on the threads of the worker, or on a thread that waits for its own answer, and never
+while a connection is being read.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import current
+from .codec import Body, Codec
+from .errors import CallTimeoutError, DecodeError, EncodeError, RemoteError, TransportError
+from .events import logger
+from .messages import Call, Envelope, Failure, Hello, Kind, Reply
+from .modes import applied
+from .pending import PendingCall, PendingCalls
+from .transport.base import Connection, Frames
+
+Send = Callable[[Connection, Envelope, Body, float | None], None]
+
+ASYNC_MARK = "_wrapped_async_rpc_function"  # torch's own name, so its decorator works too
+
+
+class Dispatch:
+    """`send` answers a call; `submit` runs a function on a thread of the worker."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        pending: PendingCalls,
+        send: Send,
+        submit: Callable[[Callable[[], None]], None],
+        new_id: Callable[[], int],
+    ) -> None:
+        self._codec = codec
+        self._pending = pending
+        self._send = send
+        self._submit = submit
+        self._new_id = new_id
+        self._unanswered: dict[int, str] = {}  # calls being served, by id; its single operations are atomic
+        self.calls_served = 0
+        self.late_answers = 0
+
+    # -- calls -----------------------------------------------------------------------------------------
+
+    @property
+    def unanswered(self) -> int:
+        """How many calls are being served, those that wait for a future included."""
+        return len(self._unanswered)
+
+    def on_call(self, connection: Connection, envelope: Envelope, frames: Frames, deadline: float | None) -> None:
+        """Runs the function of a call and answers it."""
+        peer = connection.peer
+        self._unanswered[envelope.id] = peer.name
+        self.calls_served += 1
+        token = current.serving.set(current.Serving(peer.name, envelope.id, deadline, envelope.depth))
+        try:
+            if deadline is not None and time.monotonic() > deadline:
+                raise CallTimeoutError("the call waited for a thread until its time was over, and was not run")
+            if envelope.modes is None:
+                result, is_async = self._run(envelope, frames, peer)
+                if not torch.is_grad_enabled():
+                    torch.set_grad_enabled(True)  # what a function left behind must not meet the next one
+            else:
+                with applied(envelope.modes):
+                    result, is_async = self._run(envelope, frames, peer)
+        except BaseException as error:
+            self._answer_failure(connection, envelope, error)
+            return
+        finally:
+            current.serving.reset(token)
+        del frames
+        if is_async:
+            # The thread is free: whoever completes the future sends the answer.
+            result.add_done_callback(lambda future: self._submit(lambda: self._answer_future(connection, envelope, future)))
+        else:
+            self._answer(connection, envelope, result)
+
+    def _run(self, envelope: Envelope, frames: Frames, peer: Hello) -> tuple[Any, bool]:
+        try:
+            call = self._codec.decode(envelope, frames)
+        except DecodeError as error:
+            raise DecodeError(
+                f"the call cannot be rebuilt there: {error}. A function and the classes of its arguments must be in "
+                "modules that the callee can import (or in __main__ of the caller)"
+            ) from error.__cause__
+        assert isinstance(call, Call)
+        function = call.function
+        result = function(*call.args, **call.kwargs) if call.kwargs else function(*call.args)
+        if hasattr(function, ASYNC_MARK):
+            if not isinstance(result, torch._C.Future):
+                raise TypeError(
+                    "functions decorated with @rpc.functions.async_execution must return a torch.futures.Future object, "
+                    f"but got {type(result)}"
+                )
+            return result, True
+        return result, False
+
+    def _answer_future(self, connection: Connection, envelope: Envelope, future: Any) -> None:
+        try:
+            result = future.value() if hasattr(future, "value") else future.wait()
+        except BaseException as error:
+            self._answer_failure(connection, envelope, error)
+        else:
+            self._answer(connection, envelope, result)
+
+    def _answer(self, connection: Connection, call: Envelope, result: Any) -> None:
+        envelope = Envelope(Kind.REPLY, self._new_id(), call.id)
+        try:
+            self._send(connection, envelope, Reply(result), None)
+            self._unanswered.pop(call.id, None)
+        except TransportError as error:
+            self._give_up(connection, call, error)
+        except BaseException as error:
+            if isinstance(error, EncodeError):
+                error = EncodeError(f"the result, a {type(result).__name__}, cannot be sent back: {error}")
+            self._answer_failure(connection, call, error)
+
+    def _answer_failure(self, connection: Connection, call: Envelope, error: BaseException) -> None:
+        envelope = Envelope(Kind.FAILURE, self._new_id(), call.id)
+        text = "".join(traceback.format_exception(error))
+        failure = self._codec.encode_exception(error, text, connection.peer)
+        try:
+            self._send(connection, envelope, failure, None)
+        except TransportError as lost:
+            self._give_up(connection, call, lost)
+        else:
+            self._unanswered.pop(call.id, None)
+
+    def _give_up(self, connection: Connection, call: Envelope, error: BaseException) -> None:
+        self._unanswered.pop(call.id, None)
+        logger.info("worker %r was gone before its call was answered: %s", connection.peer.name, error)
+
+    # -- answers ---------------------------------------------------------------------------------------
+
+    def on_answer(
+        self, envelope: Envelope, frames: Frames, call: PendingCall | None, *, may_run_callbacks: bool
+    ) -> None:
+        """Completes the call that is answered."""
+        if call is None:
+            self.late_answers += 1
+            logger.debug("an answer to message %d came too late and was dropped", envelope.reply_to)
+            return
+        call.envelope, call.frames = envelope, frames
+        self._complete(call, may_run_callbacks=may_run_callbacks)
+
+    def fail(self, call: PendingCall, error: BaseException) -> None:
+        """Completes a call that was taken out of the pending ones, with an error."""
+        call.error = error
+        self._complete(call, may_run_callbacks=False)
+
+    def _complete(self, call: PendingCall, *, may_run_callbacks: bool) -> None:
+        call.leave_window()
+        future = call.future
+        if future is None:
+            call.set_done()  # its caller, who waits, decodes the answer itself
+        elif may_run_callbacks or not future.has_callbacks:
+            self._complete_future(call)
+        else:
+            self._submit(lambda: self._complete_future(call))
+
+    def _complete_future(self, call: PendingCall) -> None:
+        future = call.future
+        assert future is not None
+        try:
+            try:
+                value = self.result(call)
+            except BaseException as error:
+                # torch's futures carry Exceptions only
+                wrapped = error if isinstance(error, Exception) else RemoteError(f"{type(error).__name__}: {error}")
+                future.fail(wrapped, f"the call of {call.function} on worker {call.peer!r}")
+            else:
+                future.set_result(value)
+        finally:
+            call.set_done()
+
+    def result(self, call: PendingCall) -> Any:
+        """The value of an answered call; raises what it failed with."""
+        if call.error is not None:
+            raise call.error
+        envelope, frames = call.envelope, call.frames
+        assert envelope is not None
+        assert frames is not None
+        call.frames = None  # a large result must not live as long as the future
+        try:
+            body = self._codec.decode(envelope, frames)
+        except DecodeError as error:
+            raise DecodeError(
+                f"the answer of worker {call.peer!r} to the call of {call.function} cannot be rebuilt here: {error}"
+            ) from error.__cause__
+        if isinstance(body, Failure):
+            raise self._codec.decode_exception(body, call.peer)
+        assert isinstance(body, Reply)
+        return body.value
+

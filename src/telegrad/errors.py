@@ -1,0 +1,120 @@
+"""Every error that telegrad raises on purpose.
+
+    TelegradError (RuntimeError)
+    ├── NotStartedError          a call before init_rpc() or after shutdown()
+    ├── AlreadyStartedError      init_rpc() a second time
+    ├── UnknownWorkerError       no worker of that name or id in the group (also ValueError)
+    ├── NameTakenError           a live worker already has that name
+    ├── RendezvousError          the store cannot be reached, or the others did not come
+    ├── ClusterError             a child of LocalCluster did not start, or ended by itself
+    ├── CallTimeoutError         a call outlived its deadline (also TimeoutError)
+    ├── PeerLostError            the worker behind a call is gone (also ConnectionError)
+    ├── RemoteError              a remote exception whose own type cannot be rebuilt here
+    ├── MessageError
+    │   ├── EncodeError          something in a message cannot be pickled
+    │   ├── DecodeError          a message arrived that cannot be rebuilt here
+    │   └── TooLargeError        a message over Options.max_message_bytes
+    └── TransportError (ConnectionError)
+        ├── AddressError         an address that cannot be listened on or understood
+        ├── ConnectError         nobody answers at an address, or the peer refused us
+        ├── ConnectionClosedError  the connection ended, politely or not
+        └── ProtocolError        bytes that no telegrad worker would send
+            └── VersionError     the peer speaks another wire version
+
+A remote exception arrives as its own type where that type can be rebuilt; its `__cause__` is then a
+`RemoteTraceback`, which prints the traceback of the worker where it was raised.
+"""
+
+from __future__ import annotations
+
+
+class TelegradError(RuntimeError):
+    """The root of the tree. A RuntimeError, since that is what programs written for torch catch."""
+
+
+class NotStartedError(TelegradError):
+    pass
+
+
+class AlreadyStartedError(TelegradError):
+    pass
+
+
+class UnknownWorkerError(TelegradError, ValueError):
+    pass
+
+
+class NameTakenError(TelegradError):
+    pass
+
+
+class RendezvousError(TelegradError):
+    pass
+
+
+class ClusterError(TelegradError):
+    pass
+
+
+class CallTimeoutError(TelegradError, TimeoutError):
+    pass
+
+
+class PeerLostError(TelegradError, ConnectionError):
+    pass
+
+
+class RemoteError(TelegradError):
+    """Stands for an exception of another worker whose type cannot be rebuilt here."""
+
+
+class MessageError(TelegradError):
+    pass
+
+
+class EncodeError(MessageError):
+    pass
+
+
+class DecodeError(MessageError):
+    pass
+
+
+class TooLargeError(MessageError):
+    pass
+
+
+class TransportError(TelegradError, ConnectionError):
+    pass
+
+
+class AddressError(TransportError):
+    pass
+
+
+class ConnectError(TransportError):
+    pass
+
+
+class ConnectionClosedError(TransportError):
+    pass
+
+
+class ProtocolError(TransportError):
+    pass
+
+
+class VersionError(ProtocolError):
+    pass
+
+
+class RemoteTraceback(Exception):
+    """The `__cause__` of an exception that was raised on another worker: prints the traceback from there."""
+
+    def __init__(self, worker: str, text: str) -> None:
+        super().__init__(worker, text)
+        self.worker = worker
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"on worker {self.worker!r}:\n{self.text}"

@@ -1,0 +1,219 @@
+"""Calls that wait for their answer, and what bounds them: deadlines, and bytes in flight per peer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .errors import CallTimeoutError
+from .messages import Envelope
+from .transport.base import Connection, Frames
+
+if TYPE_CHECKING:
+    from .futures import Future
+
+OVERHEAD_BYTES = 1024  # counted for each call in flight beside its bytes: a million tiny calls are not free
+
+
+class PendingCall:
+    """A call from when it is sent until it was answered, failed or timed out.
+
+    Whoever takes it out of `PendingCalls` completes it, so it completes once. `done` is set last; a thread
+    that waits sets `wake` first and looks at `done` after, so one of the two sees the other.
+    """
+
+    __slots__ = (
+        "claimed", "connection", "deadline", "depth", "done", "envelope", "error", "frames", "function", "future", "id",
+        "nbytes", "peer", "timeout", "wake", "window",
+    )  # fmt: skip
+
+    def __init__(self, id: int, function: str, peer: str, timeout: float | None, depth: int) -> None:
+        self.id = id
+        self.function = function
+        self.peer = peer
+        self.timeout = timeout
+        self.deadline = None if timeout is None else time.monotonic() + timeout
+        self.depth = depth
+        self.connection: Connection | None = None
+        self.window: Window | None = None
+        self.nbytes = 0
+        self.future: Future | None = None
+        self.envelope: Envelope | None = None
+        self.frames: Frames | None = None
+        self.error: BaseException | None = None
+        self.claimed = False  # the answer was read, and is being handed on
+        self.done = False
+        self.wake: threading.Lock | None = None
+
+    def left(self) -> float | None:
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def leave_window(self) -> None:
+        if self.window is not None:
+            self.window.leave(self.nbytes, self.depth)
+            self.window = None
+
+    def set_done(self) -> None:
+        self.done = True
+        wake = self.wake
+        if wake is not None:
+            try:
+                wake.release()
+            except RuntimeError:
+                pass  # released already: woken for another reason
+
+    def sleep(self, timeout: float | None) -> None:
+        """Sleeps until set_done() or the timeout. One thread at a time per lock; each has its own turn."""
+        if self.wake is None:
+            lock = threading.Lock()
+            lock.acquire()
+            self.wake = lock
+        wake = self.wake
+        if not self.done and wake.acquire(timeout=-1 if timeout is None else timeout):
+            wake.release()  # the next one who waits for the same call gets through too
+
+    def timeout_error(self) -> CallTimeoutError:
+        limit = int((self.timeout or 0) * 1000)
+        return CallTimeoutError(
+            f"no answer from worker {self.peer!r} to the call of {self.function}: "
+            f"RPC ran for more than set timeout ({limit} ms) and will now be marked with an error"
+        )
+
+
+class PendingCalls:
+    """By message id. A thread of its own watches the deadlines of calls that nobody may be waiting for."""
+
+    def __init__(self, name: str, on_expired: Callable[[PendingCall], None]) -> None:
+        self._name = name
+        self._calls: dict[int, PendingCall] = {}  # its single operations are atomic
+        self._on_expired = on_expired
+        self._changed = threading.Condition()  # guards all below
+        self._next_look = float("inf")
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: PendingCall) -> None:
+        self._calls[call.id] = call
+
+    def take(self, id: int) -> PendingCall | None:
+        return self._calls.pop(id, None)
+
+    def claim(self, id: int) -> PendingCall | None:
+        """Takes out a call whose answer was read."""
+        call = self._calls.pop(id, None)
+        if call is not None:
+            call.claimed = True
+        return call
+
+    def take_all(self, connection: Connection | None) -> list[PendingCall]:
+        """Takes out all calls of a connection, or (None) all calls."""
+        calls = [c for c in list(self._calls.values()) if connection is None or c.connection is connection]
+        return [c for c in calls if self.take(c.id) is not None]
+
+    def watch(self, call: PendingCall) -> None:
+        """Expires the call at its deadline. Calls whose callers wait watch themselves."""
+        if call.deadline is None or call.deadline >= self._next_look:
+            return
+        with self._changed:
+            if call.deadline < self._next_look and not self._closed:
+                self._next_look = call.deadline
+                if self._thread is None:
+                    name = f"telegrad-{self._name}-deadlines"
+                    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                    self._thread.start()
+                self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and (left := self._next_look - time.monotonic()) > 0:
+                    self._changed.wait(None if left == float("inf") else left)
+                if self._closed:
+                    return
+                self._next_look = float("inf")
+            # A call that is added from here on with an earlier deadline sets _next_look again.
+            now = time.monotonic()
+            soonest = float("inf")
+            for call in list(self._calls.values()):
+                if call.deadline is None:
+                    continue
+                if call.deadline <= now:
+                    if self.take(call.id) is not None:
+                        self._on_expired(call)
+                else:
+                    soonest = min(soonest, call.deadline)
+            with self._changed:
+                self._next_look = min(self._next_look, soonest)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+
+class Window:
+    """The bytes in flight to one peer: who wants to send more waits until answers have come.
+
+    # Note [why the window is counted per depth]
+    A call made while serving another one must never wait for that one's caller, or two workers that call each
+    other could block for ever. So each depth of nesting has its own allowance: calls of depth d wait only
+    for calls of depth d to be answered, and those wait only for calls of depth d + 1. The deepest wait for
+    nobody.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._changed = threading.Condition()  # guards both below
+        self._bytes: dict[int, int] = {}
+        self._waiting = 0
+
+    def enter(self, nbytes: int, depth: int, timeout: float | None) -> bool:
+        """Counts the bytes in, when there is room (one message always fits); False if the time was over."""
+        with self._changed:
+            used = self._bytes.get(depth, 0)
+            if used and used + nbytes > self._limit:
+                self._waiting += 1
+                try:
+                    if not self._changed.wait_for(lambda: self._has_room(nbytes, depth), timeout):
+                        return False
+                finally:
+                    self._waiting -= 1
+            self._bytes[depth] = self._bytes.get(depth, 0) + nbytes
+            return True
+
+    def _has_room(self, nbytes: int, depth: int) -> bool:
+        used = self._bytes.get(depth, 0)
+        return not used or used + nbytes <= self._limit
+
+    def leave(self, nbytes: int, depth: int) -> None:
+        with self._changed:
+            left = self._bytes[depth] - nbytes
+            if left:
+                self._bytes[depth] = left
+            else:
+                del self._bytes[depth]
+            if self._waiting:
+                self._changed.notify_all()
+
+    def bytes_in_flight(self) -> int:
+        with self._changed:
+            return sum(self._bytes.values())
+
+
+def effective_timeout(asked: float | None, default: float, enclosing: float | None) -> float | None:
+    """What a call's time limit is: what was asked for (0: none) or the default, and never beyond the
+    deadline of the call that it is made in."""
+    limit: Any = default if asked is None else asked
+    limit = None if limit == 0 else float(limit)
+    if enclosing is None:
+        return limit  # type: ignore[no-any-return]
+    left = max(0.0, enclosing - time.monotonic())
+    return left if limit is None else min(limit, left)

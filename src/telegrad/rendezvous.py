@@ -1,0 +1,283 @@
+"""How workers find each other: one of torch's stores, and what a group keeps in it.
+
+    group                a random name; connections between different groups are refused
+    ids                  a counter: the next worker id
+    name/<name>          the id of the worker that has the name
+    rank/<rank>          the id of the worker that has the rank (groups of a fixed size)
+    member/<id>          its Member entry
+    <barrier>/...        who has arrived where
+
+A store's client blocks all its users while it waits, so nobody waits in it: whoever waits, polls.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import torch.distributed as dist
+
+from .errors import NameTakenError, RendezvousError
+from .messages import MAX_WORKER_ID, Member
+
+_PREFIX = "telegrad/"
+
+
+def open_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> tuple[Any, int, int | None]:
+    """The store behind an address, with the rank and world size that it names, if it does.
+
+    `env://` reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, as torchrun sets them.
+
+    Raises:
+        RendezvousError: the address makes no sense, its port is in use, or nobody serves the store.
+    """
+    try:
+        url = urlsplit(init_method)
+        port = url.port
+    except ValueError as error:
+        raise RendezvousError(f"init_method {init_method!r} is not an address: {error}") from error
+    if url.scheme == "env":
+        return _open_env(rank, world_size, timeout)
+    if url.scheme == "tcp":
+        rank, world_size = _from_query(url.query, rank, world_size)
+        if not url.hostname or port is None:
+            raise RendezvousError(f"init_method {init_method!r} lacks a host or port; write tcp://HOST:PORT")
+        return _open_tcp(url.hostname, port, rank, timeout), rank, world_size
+    if url.scheme == "file":
+        rank, world_size = _from_query(url.query, rank, world_size)
+        path = url.netloc + url.path
+        if not path or not os.path.isdir(os.path.dirname(path) or "."):
+            raise RendezvousError(f"init_method {init_method!r}: its directory does not exist")
+        return dist.FileStore(path, -1), rank, world_size
+    raise RendezvousError(f"init_method {init_method!r} is not understood; use env://, tcp://HOST:PORT or file:///PATH")
+
+
+def _from_query(query: str, rank: int, world_size: int | None) -> tuple[int, int | None]:
+    for part in filter(None, query.split("&")):
+        key, _, value = part.partition("=")
+        if key == "rank":
+            rank = int(value)
+        elif key == "world_size":
+            world_size = int(value)
+    return rank, world_size
+
+
+def _open_env(rank: int, world_size: int | None, timeout: float) -> tuple[Any, int, int | None]:
+    env = os.environ
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+    if missing:
+        raise RendezvousError(
+            f"init_method env:// needs the environment variables {missing}; set them, start the program with "
+            "torchrun, or give init_rpc() another init_method (tcp://HOST:PORT or file:///PATH)"
+        )
+    if rank < 0 and "RANK" in env:
+        rank = int(env["RANK"])
+    if world_size is None and "WORLD_SIZE" in env:
+        world_size = int(env["WORLD_SIZE"])
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    # torchrun's own agent serves the store for its workers.
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(f"telegrad/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", _connect_store(host, port, timeout))
+        return store, rank, world_size
+    return _open_tcp(host, port, rank, timeout), rank, world_size
+
+
+def _open_tcp(host: str, port: int, rank: int, timeout: float) -> Any:
+    """Rank 0 serves the store. Without a rank, whoever comes first at the address does."""
+    if rank > 0:
+        return _connect_store(host, port, timeout)
+    try:
+        return dist.TCPStore(host, port, None, True, _seconds(timeout), wait_for_workers=False)
+    except (RuntimeError, ValueError) as error:
+        if rank == 0:
+            raise RendezvousError(
+                f"rank 0 cannot serve the store at {host}:{port}: {_first_line(error)}; "
+                "is the port in use by another program, or the host not this machine?"
+            ) from error
+    return _connect_store(host, port, timeout)
+
+
+def _connect_store(host: str, port: int, timeout: float) -> Any:
+    # TCPStore retries on its own, but gives up silently late and prints; so look first whether anybody is there.
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, min(timeout, 5.0))).close()
+            break
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"nobody serves a store at {host}:{port} ({error}); start rank 0 first, or check the address"
+                ) from error
+            time.sleep(0.02)
+    try:
+        left = max(1.0, deadline - time.monotonic())
+        return dist.TCPStore(host, port, None, False, _seconds(left), wait_for_workers=False)
+    except (RuntimeError, ValueError) as error:
+        raise RendezvousError(f"the program at {host}:{port} is not a store: {_first_line(error)}") from error
+
+
+def _seconds(timeout: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=timeout)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def this_host() -> str:
+    """Equal for two processes that can reach each other by unix socket: same kernel, user and processes."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.getuid()}/{os.readlink('/proc/self/ns/pid')}"
+
+
+class Group:
+    """The workers that share a store."""
+
+    def __init__(self, store: Any, world_size: int | None, timeout: float) -> None:
+        self._store = dist.PrefixStore(_PREFIX, store)
+        self.world_size = world_size
+        self._timeout = timeout
+        self._lock = threading.Lock()  # one request at a time: stores are not all safe with threads
+        mine = uuid.uuid4().hex
+        self.name: str = self._ask(lambda: self._store.compare_set("group", "", mine)).decode()
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        try:
+            with self._lock:
+                return request()
+        except Exception as error:
+            raise RendezvousError(
+                f"the group's store does not answer: {_first_line(error)}; has the process that serves it ended?"
+            ) from error
+
+    def _get(self, key: str) -> bytes | None:
+        def request() -> bytes | None:
+            return self._store.get(key) if self._store.check([key]) else None
+
+        value: bytes | None = self._ask(request)
+        return value
+
+    # -- joining and leaving ---------------------------------------------------------------------------
+
+    def new_id(self, rank: int) -> int:
+        """A worker id that was never used in this group. The first to have a rank has the rank as its id."""
+        if self.world_size is not None:
+            if not 0 <= rank < self.world_size:
+                raise RendezvousError(f"rank {rank} is not within world_size {self.world_size}; ranks start at 0")
+            if self._ask(lambda: self._store.add(f"incarnations/{rank}", 1)) == 1:
+                return rank
+        id = int(self._ask(lambda: self._store.add("ids", 1))) - 1 + (self.world_size or 0)
+        if id > MAX_WORKER_ID:
+            raise RendezvousError(f"this group has had {MAX_WORKER_ID} workers; start a new one")
+        return id
+
+    def claim(self, name: str, id: int, is_alive: Callable[[Member], bool]) -> None:
+        """Takes the name, also from a worker that died with it.
+
+        Raises:
+            NameTakenError: a live worker has it.
+        """
+        deadline = time.monotonic() + self._timeout
+        expected = ""
+        while True:
+            key, was = f"name/{name}", expected
+            owner = self._ask(lambda: self._store.compare_set(key, was, str(id))).decode()
+            if owner == str(id):
+                return
+            member = self.member(int(owner)) if owner else None
+            if owner and member is None:  # it claimed the name and is about to join
+                if time.monotonic() > deadline:
+                    is_taken, member = False, None
+                else:
+                    time.sleep(0.01)
+                    continue
+            else:
+                is_taken = member is not None and is_alive(member)
+            if is_taken:
+                raise NameTakenError(
+                    f"worker name {name!r} is taken: a live worker with id {owner} has it; "
+                    "names are unique in a group, so choose another"
+                )
+            expected = owner
+
+    def publish(self, member: Member) -> None:
+        self._ask(lambda: self._store.set(f"member/{member.id}", msgspec.msgpack.encode(member)))
+        if member.rank >= 0:
+            self._ask(lambda: self._store.set(f"rank/{member.rank}", str(member.id)))
+
+    def leave(self, member: Member) -> None:
+        """Frees the name. The store may be gone by now; then there is nobody left to tell."""
+        try:
+            key = f"name/{member.name}"
+            self._ask(lambda: self._store.compare_set(key, str(member.id), ""))
+            self._ask(lambda: self._store.delete_key(f"member/{member.id}"))
+        except RendezvousError:
+            pass
+
+    # -- looking ---------------------------------------------------------------------------------------
+
+    def member(self, id: int) -> Member | None:
+        data = self._get(f"member/{id}")
+        return None if data is None else msgspec.msgpack.decode(data, type=Member)
+
+    def find(self, to: str | int) -> Member | None:
+        """The member of that name or id."""
+        if isinstance(to, int):
+            return self.member(to)
+        id = self._get(f"name/{to}")
+        return self.member(int(id)) if id else None
+
+    def members(self) -> list[Member]:
+        """All members, by id."""
+        count = int(self._ask(lambda: self._store.add("ids", 0))) + (self.world_size or 0)
+        return [member for id in range(count) if (member := self.member(id))]
+
+    def wait_for_all(self) -> list[Member]:
+        """Waits until every rank has joined.
+
+        Raises:
+            RendezvousError: some did not come in time; it names their ranks.
+        """
+        assert self.world_size is not None
+        missing = set(range(self.world_size))
+
+        def all_here() -> bool:
+            missing.difference_update([r for r in missing if self._get(f"rank/{r}") is not None])
+            return not missing
+
+        if not poll_until(all_here, self._timeout):
+            raise RendezvousError(
+                f"ranks {sorted(missing)} of {self.world_size} did not join within {self._timeout:.0f} s; "
+                "were they started, with the same address and world_size?"
+            )
+        return self.members()
+
+    # -- barriers --------------------------------------------------------------------------------------
+
+    def arrive(self, barrier: str, rank: int) -> None:
+        self._ask(lambda: self._store.set(f"{barrier}/{rank}", b"1"))
+
+    def arrived(self, barrier: str, rank: int) -> bool:
+        return bool(self._ask(lambda: self._store.check([f"{barrier}/{rank}"])))
+
+
+def poll_until(condition: Callable[[], bool], timeout: float | None) -> bool:
+    """Asks again and again, less and less often; False if the time was over."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    pause = 0.001
+    while not condition():
+        if deadline is not None and time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(0.05, pause * 1.5)
+    return True

@@ -1,0 +1,143 @@
+"""What users call, with torch.distributed.rpc's names and meaning.
+
+    init_rpc("trainer", rank=0, world_size=2)
+    total = rpc_sync("ps", torch.add, args=(a, b))
+    future = rpc_async("ps", step, args=(batch,))
+    shutdown()
+
+The functions act on the current worker: inside a call the one that serves it, else the one of init_rpc().
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from . import functions
+from .config import Options
+from .current import current_worker, default_worker, set_default_worker
+from .errors import AlreadyStartedError
+from .futures import Future
+from .messages import WorkerInfo
+from .rendezvous import Group, open_store
+from .worker import Worker
+
+__all__ = [
+    "Future",
+    "Options",
+    "WorkerInfo",
+    "functions",
+    "get_worker_info",
+    "init_rpc",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+UNSET_TIMEOUT = -1.0  # torch's mark for "the default"
+
+_starting = threading.Lock()  # held by init_rpc() and shutdown(): one default worker at a time
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+    *,
+    init_method: str | None = None,
+    options: Options | None = None,
+) -> Worker:
+    """Makes this process a worker of a group, and waits until all of the group have come.
+
+    With `world_size=None` (and no WORLD_SIZE in the environment) the group has no fixed size: workers join
+    and leave at any time.
+
+    Args:
+        name: the worker's name, unique in the group.
+        backend: ignored; there is one.
+        rank: this worker's number in a group of fixed size; RANK by default.
+        world_size: how many workers there are; WORLD_SIZE by default.
+        rpc_backend_options: torch's options; their timeout and init_method are taken.
+        init_method: where the group meets: `env://` (the default), `tcp://HOST:PORT` or `file:///PATH`.
+        options: telegrad's own options.
+
+    Raises:
+        AlreadyStartedError: this process is a worker already.
+        NameTakenError: a live worker has the name.
+        RendezvousError: the store cannot be reached, or others did not come in time.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"a worker's name is a string that is not empty, not {name!r}")
+    with _starting:
+        running = default_worker()
+        if running is not None:
+            raise AlreadyStartedError(
+                f"RPC is already initialized in this process, as worker {running.name!r}; call shutdown() first"
+            )
+        chosen = Options.of(options, rpc_backend_options)
+        method = init_method or getattr(rpc_backend_options, "init_method", None) or "env://"
+        store, rank, world_size = open_store(method, rank, world_size, chosen.init_timeout)
+        group = Group(store, world_size, chosen.init_timeout)
+        worker = Worker.start(name, group, chosen, rank=rank)
+        set_default_worker(worker)
+        return worker
+
+
+def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
+    """Ends this process's worker.
+
+    Graceful: waits for all work in flight, and in a group of fixed size for every other worker to come here.
+    `timeout` is in seconds; by default Options.shutdown_timeout, and 0 means no limit.
+
+    Raises:
+        NotStartedError: there is no worker.
+        RendezvousError: others did not come in time. The worker is closed all the same.
+    """
+    with _starting:
+        worker = default_worker() or current_worker()
+        try:
+            worker.close(graceful, timeout)
+        finally:
+            if default_worker() is worker:
+                set_default_worker(None)
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Any,
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> Any:
+    """Runs `func(*args, **kwargs)` on worker `to` and returns the result.
+
+    `timeout` is in seconds: Options.rpc_timeout by default; 0 means no limit. See Worker.call for what it raises.
+    """
+    return current_worker().call(to, func, args or (), kwargs, _timeout(timeout))
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Any,
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> Future:
+    """Like rpc_sync, but returns a torch Future at once. It can be waited for, chained, and awaited."""
+    return current_worker().call_async(to, func, args or (), kwargs, _timeout(timeout))
+
+
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    """The name and id of a worker; of this one without a name.
+
+    Raises:
+        UnknownWorkerError: there is no worker of that name.
+    """
+    return current_worker().info(worker_name)
+
+
+def _timeout(timeout: float | None) -> float | None:
+    return None if timeout is None or timeout == UNSET_TIMEOUT else timeout

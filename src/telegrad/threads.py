@@ -1,0 +1,134 @@
+"""The threads of a worker: they wait for messages, read them, and run users' functions.
+
+All idle threads sleep in the worker's poller. One that leaves it to work first makes sure that another one
+stays, so there is always somebody who reads, whatever the functions do: wait for other calls, hold locks,
+sleep. The number of threads follows the need; those with nothing to do end after a while.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from .events import logger
+from .transport.poller import Poller
+
+Task = Callable[[], None]
+
+
+class Threads:
+    def __init__(self, name: str, poller: Poller, idle_timeout: float, on_start: Task) -> None:
+        self._name = name
+        self._poller = poller
+        self._idle_timeout = idle_timeout
+        self._on_start = on_start  # runs first on each thread
+        self._tasks: deque[Task] = deque()  # appended and taken on any thread; its operations are atomic
+        self._lock = threading.Lock()  # guards all below
+        self._idle = 0
+        self._started = 0
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+
+    def start(self) -> None:
+        """Starts the first thread, for those who wait for messages from outside."""
+        with self._lock:
+            if not self._threads:
+                self._spawn_locked()
+
+    def submit(self, task: Task) -> None:
+        """Runs a task on one of the threads. Takes the lock only to start the first thread."""
+        self._tasks.append(task)
+        if not self._threads:
+            self.start()
+        self._poller.wake()
+
+    def submit_from_finaliser(self, task: Task) -> None:
+        """Like submit, but takes no lock at all. With no thread running, the task waits for the next one."""
+        self._tasks.append(task)
+        self._poller.wake()
+
+    @property
+    def count(self) -> int:
+        return len(self._threads)
+
+    def _spawn_locked(self) -> None:
+        if self._closed:
+            return
+        self._started += 1
+        thread = threading.Thread(target=self._run, name=f"telegrad-{self._name}-{self._started}", daemon=True)
+        self._threads.add(thread)
+        # Not yet idle, but on its way: counted now, or every busy thread would start another one.
+        self._idle += 1
+        thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._on_start()
+            while (found := self._wait()) is not None:
+                for task in found:
+                    self._attempt(task)
+                    del task  # what it holds must not live until the next one comes
+                found = None
+        finally:
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+            self._poller.wake()  # on closing, each thread that ends lets the next one go
+
+    def _wait(self) -> list[Task] | None:
+        """The next things to do; None if this thread should end. Counted as idle when called, busy after."""
+        timeout: float | None = self._idle_timeout
+        while not self._closed:
+            found = self._take()
+            if found is None:
+                found = self._poller.poll(timeout)
+                if not found:
+                    found = self._take()
+            with self._lock:
+                if self._closed:
+                    break
+                if found:
+                    self._idle -= 1
+                    if self._idle == 0:
+                        self._spawn_locked()
+                    return found
+                if timeout is not None and self._idle > 1 and not self._tasks:
+                    break
+                # The last one stays, and sleeps until something happens.
+                timeout = None if self._idle == 1 else self._idle_timeout
+        with self._lock:
+            self._idle -= 1
+        return None
+
+    def _take(self) -> list[Task] | None:
+        try:
+            task = self._tasks.popleft()
+        except IndexError:
+            return None
+        if self._tasks:
+            self._poller.wake()
+        return [task]
+
+    def _attempt(self, task: Task) -> None:
+        try:
+            task()
+        except Exception:
+            logger.exception("a task of worker %r failed", self._name)
+        finally:
+            with self._lock:
+                self._idle += 1
+
+    def close(self, timeout: float) -> bool:
+        """Ends the threads that are idle at once and the others when their task ends; waits for them.
+
+        Returns whether all have ended.
+        """
+        with self._lock:
+            self._closed = True
+            threads = [t for t in self._threads if t is not threading.current_thread()]
+        self._poller.wake()
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(t.is_alive() for t in threads)

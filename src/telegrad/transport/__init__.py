@@ -1,0 +1,1 @@
+"""How frames move between workers: one contract (base.py), one module per transport."""

@@ -1,0 +1,141 @@
+"""The contract of a transport. It moves frames and knows nothing of what is in them.
+
+    worker.send  -> Connection.write(frames)  ~~>  Connection.read() -> frames  -> worker.receive
+
+Reading is shared. Any thread may read a connection, but only one at a time: the one that holds `reading`.
+Under it only bytes are read; whatever may run users' code happens after it was released. While nobody
+reads, the connection is armed: `on_readable` is called once, on a thread of the worker's, when something
+arrives, and whoever reads arms it again. `telegrad.testing.check_transport` holds every transport to this.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..messages import Hello
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Frames(NamedTuple):
+    """A message as bytes.
+
+    Written: `keep` holds whatever must stay alive while the buffers are read from. After `write` returns
+    the buffers may change, and the receiver never sees it.
+    Read: each buffer but the header is writable and belongs to the receiver alone, until nothing refers to it.
+    """
+
+    header: bytes
+    buffers: Sequence[Buffer]
+    keep: Any = None
+
+
+@dataclass(frozen=True)
+class ConnectionStatistics:
+    transport: str
+    messages_out: int
+    messages_in: int
+    bytes_out: int
+    bytes_in: int
+    shared_bytes: int = 0  # shared memory that this end holds for its sends, free or in use
+    shared_bytes_free: int = 0
+
+
+class Connection(ABC):
+    """One connection with one peer, after the handshake. Both ends read and write at once."""
+
+    transport: str
+    peer: Hello
+
+    def __init__(self, peer: Hello) -> None:
+        self.peer = peer
+        self.reading = threading.Lock()  # held by the one thread that reads
+        self.on_readable: Callable[[Connection], None] = _nobody
+
+    @abstractmethod
+    def write(self, frames: Frames, timeout: float | None = None) -> int:
+        """Sends one message; returns its size in bytes. May be called on any thread.
+
+        Waits while the peer does not read; that is the back-pressure.
+
+        Raises:
+            TimeoutError: the peer did not take it in time. The message may still arrive, whole.
+            ConnectionClosedError: the connection has ended. Whether the message arrived is not known.
+            TooLargeError: the message is over the limit. Nothing was sent.
+        """
+
+    @abstractmethod
+    def read(self, timeout: float | None) -> list[Frames]:
+        """The messages that have arrived, in the order of their sending. The caller holds `reading`.
+
+        Waits up to `timeout` seconds (0: not at all, None: for ever) for the first; an empty list says
+        that none came. May return without one before the time is over.
+
+        Raises:
+            ConnectionClosedError: the connection has ended and all that arrived before was returned.
+            ProtocolError: the bytes make no sense. The connection cannot be used any more.
+        """
+
+    @abstractmethod
+    def arm(self) -> None:
+        """Calls `on_readable` once, on a thread of the worker's, as soon as `read` has something to say."""
+
+    @abstractmethod
+    def disarm(self) -> None:
+        """Takes `arm` back. A call that is already under way may still come."""
+
+    @abstractmethod
+    def abort(self, reason: str = "closed") -> None:
+        """Ends the connection at once. From any thread, any number of times; never blocks.
+
+        What was written before and not yet read may be lost or may not. Both ends' reads and writes
+        raise ConnectionClosedError from then on.
+        """
+
+    @abstractmethod
+    def dispose(self) -> None:
+        """Aborts and gives back all that the system lent. The caller holds neither `reading` nor any lock."""
+
+    @abstractmethod
+    def statistics(self) -> ConnectionStatistics:
+        """Counts so far. Never blocks."""
+
+
+class Listener(ABC):
+    address: str
+
+    @abstractmethod
+    def close(self) -> None:
+        """Accepts nobody any more and leaves nothing behind. Any number of times."""
+
+
+class Transport(ABC):
+    """A way to listen and to connect, for one worker."""
+
+    name: str
+
+    @abstractmethod
+    def listen(self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]) -> Listener:
+        """Accepts peers: `answer` gets a peer's Hello and returns ours, or raises to refuse it with that text;
+        `on_connection` gets the connection, not armed yet. Both are called on threads of the worker's.
+
+        Raises:
+            AddressError: it cannot listen there, and why.
+        """
+
+    @abstractmethod
+    def connect(self, address: str, hello: Hello, timeout: float) -> Connection:
+        """Connects to a listener's address; the connection is not armed yet.
+
+        Raises:
+            ConnectError: nobody answers, the peer refused us, or the time is over.
+            VersionError: the peer speaks another wire version.
+        """
+
+
+def _nobody(connection: Connection) -> None:
+    raise AssertionError("a connection was armed before on_readable was set")

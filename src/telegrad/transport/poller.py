@@ -1,0 +1,57 @@
+"""Which file descriptors are readable: one epoll per worker, on which all of its idle threads wait.
+
+The kernel wakes one thread per event, the one that went to sleep last. Each descriptor is armed for one
+event at a time (EPOLLONESHOT), so one thread gets it, and arming it again passes the reading on to the
+next thread with no lock and no wake-up of our own.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Callable
+
+_ARMED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+
+
+class Poller:
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._closed = False
+        # Edge-triggered and never read: each write wakes one sleeping thread, or the next that goes to sleep.
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
+
+    def __del__(self) -> None:
+        # Not in close(): a finaliser may be about to wake us, and the number must still be ours then.
+        os.close(self._wake_fd)
+
+    def register(self, fd: int, callback: Callable[[], None]) -> None:
+        """Knows the descriptor, not armed yet."""
+        self._callbacks[fd] = callback
+        self._epoll.register(fd, 0)
+
+    def unregister(self, fd: int) -> None:
+        if self._callbacks.pop(fd, None) is not None and not self._closed:
+            self._epoll.unregister(fd)
+
+    def arm(self, fd: int) -> None:
+        self._epoll.modify(fd, _ARMED)
+
+    def disarm(self, fd: int) -> None:
+        self._epoll.modify(fd, 0)
+
+    def wake(self) -> None:
+        """Lets one thread out of poll(). Takes no lock: finalisers call it."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def poll(self, timeout: float | None) -> list[Callable[[], None]]:
+        """Waits for one event, a wake-up or the timeout; the callback of what is readable, if anything."""
+        events = self._epoll.poll(timeout, 1)
+        return [callback for fd, _ in events if (callback := self._callbacks.get(fd))]
+
+    def close(self) -> None:
+        """After the last thread has left poll()."""
+        self._closed = True
+        self._epoll.close()

@@ -1,0 +1,508 @@
+"""Worker: the path of a message, written once.
+
+    outbound   call, dispatch          -> send:     codec -> transport
+    inbound    transport -> receive:   codec -> dispatch -> user function | waiting caller
+
+A reply is another message. `send` and `receive` mirror each other, and report to `events`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from . import current
+from .by_value import main_script
+from .codec import Body, Codec
+from .config import Options
+from .dispatch import Dispatch
+from .errors import (
+    CallTimeoutError,
+    ConnectionClosedError,
+    EncodeError,
+    NotStartedError,
+    PeerLostError,
+    RendezvousError,
+    TelegradError,
+    TransportError,
+)
+from .events import Event, Events, logger
+from .futures import Future
+from .messages import COUNTER_BITS, Call, Envelope, Hello, Kind, Member, WorkerInfo
+from .modes import current_modes
+from .peers import Peers
+from .pending import OVERHEAD_BYTES, PendingCall, PendingCalls, effective_timeout
+from .rendezvous import Group, poll_until, this_host
+from .threads import Threads
+from .transport.base import Connection, ConnectionStatistics, Frames, Transport
+from .transport.inproc import Hub, InprocTransport, loopback
+from .transport.poller import Poller
+from .transport.tcp import TcpTransport
+from .transport.unix import UnixTransport
+
+
+class Incoming(NamedTuple):
+    """A message that was read."""
+
+    connection: Connection
+    envelope: Envelope
+    frames: Frames
+    deadline: float | None  # of a call
+    call: PendingCall | None  # that an answer completes
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a worker has done so far, and what it is doing."""
+
+    name: str
+    id: int
+    calls_pending: int
+    calls_served: int
+    calls_being_served: int
+    late_answers: int
+    threads: int
+    bytes_in_flight: dict[str, int]
+    connections: dict[str, ConnectionStatistics]
+
+
+class Worker:
+    """One worker of a group. Several can live in one process. Made by `Worker.start`."""
+
+    def __init__(self, member: Member, group: Group, options: Options, hello: Hello, hub: Hub | None) -> None:
+        self.name = member.name
+        self.id = member.id
+        self.member = member
+        self.options = options
+        self.events = Events()
+        self._group = group
+        self._pid = os.getpid()
+        self._closed_because = ""
+        self._ids = itertools.count((member.id << COUNTER_BITS) + 1)
+        self._to_log: deque[str] = deque()  # from finalisers, which must not log themselves
+        self._poller = Poller()
+        self._threads = Threads(member.name, self._poller, options.idle_thread_timeout, self._on_thread_start)
+        self._codec = Codec(member.id, hello.main)
+        self._pending = PendingCalls(member.name, self._on_expired)
+        self._dispatch = Dispatch(self._codec, self._pending, self.send, self._threads.submit, self.new_message_id)
+        transports: list[Transport] = []
+        if hub is not None:
+            transports.append(InprocTransport(hub, self._threads.submit, options))
+        if "unix" in options.transports and hub is None:
+            transports.append(UnixTransport(self._poller, options))
+        if "tcp" in options.transports and hub is None:
+            transports.append(TcpTransport(self._poller, options))
+        self._peers = Peers(hello, member.host, group, transports, options, self._on_connection)
+        self._self_ends = loopback(hello, self._threads.submit, options)
+        self._peers.know_self(member, self._self_ends[0])
+
+    @classmethod
+    def start(
+        cls, name: str, group: Group, options: Options | None = None, *, rank: int = -1, hub: Hub | None = None
+    ) -> Worker:
+        """Joins a group: takes a name and an id, listens, and tells the others.
+
+        Raises:
+            NameTakenError: a live worker has the name.
+            RendezvousError: the store does not answer.
+            AddressError: it cannot listen.
+        """
+        options = options or Options()
+        id = group.new_id(rank)
+        main = main_script() if hub is None else f"process {os.getpid()}"
+        hello = Hello(group.name, id, name, os.getpid(), main)
+        host = this_host()
+        worker = cls(Member(id, name, (), host, rank), group, options, hello, hub)
+        try:
+            group.claim(name, id, worker._peers.is_alive)
+            worker._listen()
+            group.publish(worker.member)
+            if group.world_size is not None:
+                group.wait_for_all()
+        except BaseException:
+            worker.close(graceful=False)
+            raise
+        return worker
+
+    def _listen(self) -> None:
+        addresses = self._peers.listen()
+        self.member = Member(self.id, self.name, addresses, self.member.host, self.member.rank)
+        for end in self._self_ends:
+            self._on_connection(end)
+        if self.member.addresses and not self.member.addresses[0].startswith("inproc"):
+            self._threads.start()
+
+    def _on_thread_start(self) -> None:
+        current.worker_var.set(self)
+
+    def new_message_id(self) -> int:
+        return next(self._ids)
+
+    # -- the path of a message -------------------------------------------------------------------------
+
+    def send(
+        self,
+        connection: Connection,
+        envelope: Envelope,
+        body: Body,
+        timeout: float | None,
+        admit: Callable[[int], float | None] | None = None,
+    ) -> None:
+        """Encodes a message and writes it. `admit` gets its size, may wait, and says how much time is left."""
+        if self.events:
+            self._emit("send", "started", envelope, connection)
+        try:
+            frames = self._codec.encode(envelope, body, connection.peer)
+            if admit is not None:
+                timeout = admit(sum(map(len, frames.buffers)))
+            nbytes = connection.write(frames, timeout)
+        except BaseException as error:
+            if self.events:
+                self._emit("send", "failed", envelope, connection, detail=repr(error))
+            raise
+        if self.events:
+            self._emit("send", "complete", envelope, connection, nbytes)
+
+    def receive(self, message: Incoming, *, may_run_callbacks: bool) -> None:
+        """Decodes a message that was read and hands it to whoever it is for."""
+        connection, envelope, frames, deadline, call = message
+        if self.events:
+            self._emit("receive", "started", envelope, connection, sum(map(len, frames.buffers)))
+        if envelope.kind == Kind.CALL:
+            self._dispatch.on_call(connection, envelope, frames, deadline)
+        else:
+            self._dispatch.on_answer(envelope, frames, call, may_run_callbacks=may_run_callbacks)
+        if self.events:
+            self._emit("receive", "complete", envelope, connection)
+
+    def _emit(
+        self, stage: str, phase: str, envelope: Envelope, connection: Connection, nbytes: int = 0, detail: str = ""
+    ) -> None:
+        kind = Kind(envelope.kind).name.lower()
+        self.events.emit(Event(stage, phase, kind, envelope.id, connection.peer.name, nbytes, detail))
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def _on_connection(self, connection: Connection) -> None:
+        connection.on_readable = self._on_readable
+        connection.arm()
+
+    def _on_readable(self, connection: Connection) -> None:
+        """On a thread of ours, when something has arrived and nobody was reading."""
+        linger = 0.0
+        while connection.reading.acquire(blocking=False):
+            if linger:
+                connection.disarm()
+            found = self._read(connection, linger)
+            if not found:
+                return
+            self._process(found, here=None)
+            del found
+            # Whoever called is likely to call again at once: to be there saves it a wake-up.
+            linger = self.options.spin
+            if not linger:
+                return
+        # Somebody else reads, and arms the connection when done.
+
+    def _read(self, connection: Connection, timeout: float | None) -> list[Incoming]:
+        """Reads once and passes the reading on. `reading` is held by the caller, and released here.
+
+        An answer is claimed here, while reading: whoever takes the reading next to wait for that answer must
+        see that it has come already.
+        """
+        found: list[Incoming] = []
+        lost = ""
+        try:
+            for frames in connection.read(timeout):
+                envelope = self._codec.open(frames)
+                call = deadline = None
+                if envelope.kind != Kind.CALL:
+                    call = self._pending.claim(envelope.reply_to)
+                elif envelope.timeout is not None:
+                    deadline = time.monotonic() + envelope.timeout
+                found.append(Incoming(connection, envelope, frames, deadline, call))
+        except TelegradError as error:
+            lost = str(error)
+            level = logging.DEBUG if isinstance(error, ConnectionClosedError) else logging.WARNING
+            logger.log(level, "worker %r: the connection with %r ends: %s", self.name, connection.peer.name, error)
+        finally:
+            # In this order: an event that came before the release would find nobody to take it.
+            connection.reading.release()
+            if not lost:
+                connection.arm()
+        if lost:
+            self._on_lost(connection, lost)
+        return found
+
+    def _process(self, found: list[Incoming], *, here: PendingCall | None) -> None:
+        """Hands on what was read. `here` is the call that this thread waits for; None on threads of ours,
+        which run one call themselves."""
+        calls = [m for m in found if m.envelope.kind == Kind.CALL]
+        mine = calls.pop(0) if calls and here is None else None
+        for message in calls:
+            self._threads.submit(lambda message=message: self.receive(message, may_run_callbacks=True))
+        alone = len(found) == 1 and here is None
+        for message in found:
+            if message.envelope.kind != Kind.CALL:
+                self.receive(message, may_run_callbacks=alone or (here is not None and message.call is here))
+        if mine is not None:
+            self.receive(mine, may_run_callbacks=True)
+
+    def _on_lost(self, connection: Connection, reason: str) -> None:
+        if self._peers.drop(connection):
+            for call in self._pending.take_all(connection):
+                gone = f"worker {call.peer!r} is gone, with the call of {call.function} unanswered: {reason}"
+                self._dispatch.fail(call, PeerLostError(gone))
+
+    # -- calls -----------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        to: str | int | WorkerInfo,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Runs a function on another worker and returns its result.
+
+        Raises:
+            UnknownWorkerError, EncodeError, TooLargeError: nothing was sent.
+            CallTimeoutError: no answer within `timeout` seconds (None: the default; 0: no limit).
+            PeerLostError: the worker is gone. Whether the function ran is not known.
+            NotStartedError: this worker has shut down.
+            Whatever the function raises.
+        """
+        call = self._start_call(to, function, args, kwargs, timeout, None)
+        self._wait(call, None)
+        return self._dispatch.result(call)
+
+    def call_async(
+        self,
+        to: str | int | WorkerInfo,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Future:
+        """Like `call`, but returns a future. What fails before anything was sent raises here.
+
+        Waits only while more than Options.peer_byte_limit bytes of calls to the peer are unanswered.
+        """
+        future = Future(self._wait, self._log_later)
+        call = self._start_call(to, function, args, kwargs, timeout, future)
+        self._pending.watch(call)
+        return future
+
+    def _start_call(
+        self,
+        to: str | int | WorkerInfo,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: float | None,
+        future: Future | None,
+    ) -> PendingCall:
+        self._check_open()
+        serving = current.serving.get()
+        limit = effective_timeout(timeout, self.options.rpc_timeout, serving.deadline if serving else None)
+        depth = serving.depth + 1 if serving else 1
+        peer = self._peers.find(to)
+        name = getattr(function, "__qualname__", None) or repr(function)
+        call = PendingCall(self.new_message_id(), name, peer.member.name, limit, depth)
+        call.future = future
+        if future is not None:
+            future.call = call
+        connection = call.connection = self._peers.connect(peer, limit)
+        envelope = Envelope(Kind.CALL, call.id, 0, limit, depth, current_modes())
+
+        def admit(nbytes: int) -> float | None:
+            nbytes += OVERHEAD_BYTES
+            if not peer.window.enter(nbytes, depth, call.left()):
+                raise TimeoutError(f"{peer.window.bytes_in_flight()} bytes of calls to it are unanswered")
+            call.window, call.nbytes = peer.window, nbytes
+            return call.left()
+
+        self._pending.add(call)
+        try:
+            self.send(connection, envelope, Call(function, tuple(args), kwargs or None), limit, admit)
+        except BaseException as error:
+            if self._pending.take(call.id) is not None:
+                call.leave_window()
+                raise self._translated(error, call, args, kwargs) from error
+            # Else it was completed meanwhile, by the loss of the connection: the caller hears of that.
+        return call
+
+    def _translated(
+        self, error: BaseException, call: PendingCall, args: Sequence[Any], kwargs: dict[str, Any] | None
+    ) -> BaseException:
+        """What the caller sees of a call that could not be sent."""
+        assert call.connection is not None
+        if isinstance(error, EncodeError):
+            culprit = self._codec.first_unsendable([*args, *(kwargs or {}).values()], call.connection.peer)
+            what = "the function" if culprit is None else f"an argument, a {type(culprit).__name__},"
+            return EncodeError(f"{what} of the call of {call.function} on worker {call.peer!r} cannot be sent: {error}")
+        if isinstance(error, TransportError):
+            self._on_lost(call.connection, str(error))
+            return PeerLostError(f"worker {call.peer!r} is gone, the call of {call.function} was not sent: {error}")
+        if isinstance(error, TimeoutError) and not isinstance(error, CallTimeoutError):
+            late = call.timeout_error()
+            late.add_note(str(error))
+            return late
+        return error
+
+    def _wait(self, call: PendingCall, timeout: float | None) -> None:
+        """Waits until the call is done, or for `timeout` seconds. Reads the answer itself if nobody reads."""
+        until = None if timeout is None else time.monotonic() + timeout
+        connection = call.connection
+        assert connection is not None
+        while not call.done:
+            left = call.left()
+            if left == 0 and self._pending.take(call.id) is not None:
+                self._dispatch.fail(call, call.timeout_error())
+                return
+            if until is not None:
+                left = min(until - time.monotonic(), float("inf") if left is None else left)
+                if left <= 0:
+                    return
+            if call.claimed or not connection.reading.acquire(blocking=False):
+                call.sleep(left if not call.claimed or until is not None else None)
+            elif call.claimed or call.done:
+                connection.reading.release()
+                connection.arm()
+            else:
+                connection.disarm()
+                self._process(self._read(connection, left), here=call)
+
+    def _on_expired(self, call: PendingCall) -> None:
+        self._dispatch.fail(call, call.timeout_error())
+
+    def _log_later(self, text: str) -> None:
+        """From finalisers: takes no lock and does nothing itself."""
+        self._to_log.append(text)
+        self._threads.submit_from_finaliser(self._log_notes)
+
+    def _log_notes(self) -> None:
+        while self._to_log:
+            logger.warning("worker %r: %s", self.name, self._to_log.popleft())
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed_because:
+            raise NotStartedError(f"worker {self.name!r} {self._closed_because}; RPC has not been initialized any more")
+        if os.getpid() != self._pid:
+            raise NotStartedError(
+                f"worker {self.name!r} belongs to process {self._pid}, of which this one is a fork; "
+                "start a worker of its own here"
+            )
+
+    def info(self, to: str | int | WorkerInfo | None = None) -> WorkerInfo:
+        """The name and id of a worker; of this one by default."""
+        return WorkerInfo(self.name, self.id) if to is None else self._peers.find(to).info
+
+    def infos(self) -> list[WorkerInfo]:
+        """All workers of the group, by id."""
+        return [WorkerInfo(m.name, m.id) for m in self._group.members()]
+
+    def statistics(self) -> Statistics:
+        """A snapshot. Never blocks for long."""
+        connections = {f"{c.peer.name}#{n}": c.statistics() for n, c in enumerate(self._peers.connections())}
+        return Statistics(
+            self.name,
+            self.id,
+            len(self._pending),
+            self._dispatch.calls_served,
+            self._dispatch.unanswered,
+            self._dispatch.late_answers,
+            self._threads.count,
+            self._peers.bytes_in_flight(),
+            connections,
+        )
+
+    def close(self, graceful: bool = True, timeout: float | None = None) -> None:
+        """Leaves the group. Any number of times.
+
+        Graceful: waits until all calls made and served here are done; in a group of a fixed size, until the
+        same holds for every worker, so that nobody loses an answer. Otherwise ends at once; what is pending
+        fails.
+
+        Raises:
+            RendezvousError: some worker did not come to a graceful end in time. This one is closed all the same.
+        """
+        if self._closed_because:
+            return
+        limit = self.options.shutdown_timeout if timeout is None else timeout
+        try:
+            if graceful and os.getpid() == self._pid:
+                self._retire(limit or None)
+        finally:
+            self._closed_because = "has shut down"
+            self._tear_down()
+
+    def _retire(self, timeout: float | None) -> None:
+        """Waits for the work in flight, here and everywhere. See Note [two barriers].
+
+        # Note [two barriers]
+        At the first, every program has made its last call. What still runs then are calls made by calls. A
+        worker is idle when it waits for no answer and owes none; it comes to the second barrier when it is,
+        and goes on serving. A call that runs anywhere has a chain of callers who wait for it, back to one that
+        was running before the first barrier, and that one's worker has not come to the second. So when all
+        have, nothing runs.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def left() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+        fixed = self._group.world_size is not None
+        if fixed:
+            self._barrier("programs_done", left())
+        if not poll_until(lambda: not len(self._pending) and not self._dispatch.unanswered, left()):
+            raise RendezvousError(
+                f"worker {self.name!r} still waits for {len(self._pending)} answers and serves "
+                f"{self._dispatch.unanswered} calls after {timeout:.0f} s; use shutdown(graceful=False) to drop them"
+            )
+        if fixed:
+            self._barrier("workers_idle", left())
+            # The store lives in the process of rank 0: it leaves last, when all others have seen the barrier.
+            self._group.arrive("gone", self.member.rank)
+            if self.member.rank == 0:
+                poll_until(lambda: not self._missing("gone"), min(5.0, left() or 5.0))
+
+    def _barrier(self, name: str, timeout: float | None) -> None:
+        self._group.arrive(name, self.member.rank)
+        if not poll_until(lambda: not self._missing(name), timeout):
+            raise RendezvousError(
+                f"ranks {self._missing(name)} did not come to the shutdown within {timeout or 0:.0f} s; "
+                "have they ended, or do they still work? shutdown(graceful=False) does not wait for them"
+            )
+
+    def _missing(self, barrier: str) -> list[int]:
+        """The ranks that have not arrived; those that are known to be dead are not waited for."""
+        ranks = range(self._group.world_size or 0)
+        return [r for r in ranks if not self._group.arrived(barrier, r) and not self._peers.is_lost(r)]
+
+    def _tear_down(self) -> None:
+        self._peers.close()
+        for end in self._self_ends:
+            end.abort(f"worker {self.name!r} has shut down")
+        closed = PeerLostError(f"worker {self.name!r} was shut down before the call was answered")
+        for call in self._pending.take_all(None):
+            self._dispatch.fail(call, closed)
+        self._pending.close()
+        all_ended = self._threads.close(timeout=2.0)
+        for connection in self._peers.connections():
+            self._peers.drop(connection)
+        self._group.leave(self.member)
+        self._log_notes()
+        if all_ended:
+            self._poller.close()
+        else:
+            logger.warning("worker %r: some functions still run after its shutdown", self.name)
