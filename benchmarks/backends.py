@@ -6,6 +6,7 @@ against `backend.rpc`. Only the options of `init_rpc` differ. Importing this mod
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -26,20 +27,32 @@ class Backend:
 
     def join(self, name: str, *, rank: int, world_size: int, transport: str | None) -> None:
         """Make this process the worker `name` of a group that meets at MASTER_ADDR and MASTER_PORT."""
+        # torch's init_rpc uses a torch API that torch has deprecated.
+        warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         self.rpc.init_rpc(name, rank=rank, world_size=world_size, **self.options(transport))
 
 
 def _telegrad_options(transport: str | None) -> dict[str, Any]:
     if transport is None:
         return {}
-    return {"options": import_module("telegrad").Options(transports=(transport,))}
+    return {"options": import_module("telegrad").Options(transports=("tcp",))}
+
+
+# Note [torch over TCP]: `_transports=["uv"]` holds only torch's messages to TCP. The bytes of a tensor take a
+# channel, and on one host torch picks `cma`, by which one process reads the other's memory: /proc/net/dev
+# counts nothing on the loopback for a 16 MiB echo. With `_channels=["basic"]` they follow the messages.
+_TORCH_HELD_TO: dict[str | None, dict[str, Any]] = {
+    None: {},
+    "tcp": {"_transports": ["uv"]},
+    "tcp, tensors too": {"_transports": ["uv"], "_channels": ["basic"]},
+}
 
 
 def _torch_options(transport: str | None) -> dict[str, Any]:
     from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
-    names = None if transport is None else [{"tcp": "uv"}[transport]]
-    return {"rpc_backend_options": TensorPipeRpcBackendOptions(num_worker_threads=16, _transports=names)}
+    held_to = _TORCH_HELD_TO[transport]
+    return {"rpc_backend_options": TensorPipeRpcBackendOptions(num_worker_threads=16, **held_to)}
 
 
 TELEGRAD = Backend("telegrad", "telegrad.rpc", _telegrad_options)

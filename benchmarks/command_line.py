@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from dataclasses import dataclass
@@ -43,19 +44,25 @@ def main(arguments: list[str] | None = None) -> int:
     written = write_report(
         wanted.suite, wanted.plan, results, machine, directory=wanted.directory, partial=wanted.partial
     )
-    print("written: " + ", ".join(str(path) for path in written))
+    print("written: " + ", ".join(os.path.relpath(path) for path in written))
     return 1 if results.failures else 0
 
 
 def _parse(arguments: list[str] | None) -> Wanted:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="telegrad beside torch.distributed.rpc")
-    parser.add_argument("suite", nargs="?", default="calls", help="a module of benchmarks/ with a SUITE (calls)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="telegrad beside torch.distributed.rpc"
+    )
+    parser.add_argument(
+        "suite", nargs="?", default="calls", help="a module of benchmarks/ with a SUITE (calls)"
+    )
     parser.add_argument("--rounds", type=int, default=None, metavar="N", help="rounds (3; 1 with --quick)")
     parser.add_argument("--only", default="", metavar="NAME[,NAME]", help="only these figures and sections")
     parser.add_argument("--quick", action="store_true", help="few samples: a smoke test")
     parser.add_argument("--backend", choices=BACKENDS, default="both")
     parser.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for one job (300)")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where the results file goes")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, metavar="DIR", help="where the results file goes"
+    )
     chosen = parser.parse_args(arguments)
     suite: Suite = _suite(chosen.suite)
     rounds = chosen.rounds or (1 if chosen.quick else FULL_ROUNDS)
@@ -70,7 +77,9 @@ def _suite(name: str) -> Suite:
     try:
         return import_module(f"benchmarks.{name}").SUITE  # type: ignore[no-any-return]
     except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(f"no suite {name!r}: benchmarks/{name}.py with a SUITE was expected ({error})") from error
+        raise ValueError(
+            f"no suite {name!r}: benchmarks/{name}.py with a SUITE was expected ({error})"
+        ) from error
 
 
 def _stop(signum: int, frame: object) -> None:

@@ -20,14 +20,19 @@ class Setting:
     workers: int = 2
     """Workers that have joined a group when the task starts; it runs in the first. 0: one process, no group."""
     transport: str | None = None
-    """None for the backend's own choice, or "tcp"."""
+    """None for the backend's own choice, "tcp", or "tcp, tensors too" (see Note [torch over TCP])."""
 
     def __str__(self) -> str:
-        return f"{self.workers} workers, {self.transport or 'default'} transport" if self.workers else "one process"
+        return (
+            f"{self.workers} workers, {self.transport or 'default'} transport"
+            if self.workers
+            else "one process"
+        )
 
 
 PAIR = Setting()
 PAIR_OVER_TCP = Setting(transport="tcp")
+PAIR_ALL_OVER_TCP = Setting(transport="tcp, tensors too")
 ALONE = Setting(workers=0)
 
 

@@ -1,8 +1,9 @@
 """Floors: what the machine takes for the least that a call must do, with no RPC around it.
 
-Ping-pong: 64 bytes to another process and back, over a unix or a TCP socket. Blocking, each side sleeps until
-the other writes, and the time is mostly that of waking an idle core; spinning, neither ever sleeps. memcpy: one
-copy between buffers whose pages are there. This module must not import torch: a floor has no company.
+Ping-pong: bytes to another process and back, over a unix or a TCP socket. Blocking, each side sleeps until the
+other writes, and for small messages the time is mostly that of waking an idle core; spinning, neither sleeps
+while it waits for bytes. memcpy: one copy between buffers whose pages are there. This module must not import
+torch: a floor has no company.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ Connect = Callable[[], tuple[socket.socket, socket.socket]]
 
 def time_ping_pong(session: Session, *, connect: Connect, nbytes: int, spin: bool) -> list[float]:
     mine, theirs = connect()
-    peer = multiprocessing.get_context("spawn").Process(target=_answer, args=(theirs, nbytes, spin), daemon=True)
+    peer = multiprocessing.get_context("spawn").Process(
+        target=_answer, args=(theirs, nbytes, spin), daemon=True
+    )
     peer.start()
     theirs.close()
-    mine.setblocking(not spin)
     message, reply = bytearray(b"x" * nbytes), bytearray(nbytes)
 
     def there_and_back() -> None:
-        _send(mine, message)
-        _fill(mine, memoryview(reply))
+        mine.sendall(message)
+        _fill(mine, memoryview(reply), spin)
 
     samples = timed(there_and_back, session.repeats)
     mine.close()
@@ -45,23 +47,18 @@ def time_ping_pong(session: Session, *, connect: Connect, nbytes: int, spin: boo
 
 def _answer(sock: socket.socket, nbytes: int, spin: bool) -> None:
     """Return what comes, whole messages at a time, until the other side closes."""
-    sock.setblocking(not spin)
     message = bytearray(nbytes)
     with suppress(EOFError, ConnectionError):
         while True:
-            _fill(sock, memoryview(message))
-            _send(sock, message)
+            _fill(sock, memoryview(message), spin)
+            sock.sendall(message)
 
 
-def _send(sock: socket.socket, message: bytearray) -> None:
-    """A spinning socket carries messages that fit its buffer, one at a time, so sendall never has to wait."""
-    sock.sendall(message)
-
-
-def _fill(sock: socket.socket, rest: memoryview) -> None:
+def _fill(sock: socket.socket, rest: memoryview, spin: bool) -> None:
+    flags = socket.MSG_DONTWAIT if spin else 0
     while rest:
         try:
-            received = sock.recv_into(rest)
+            received = sock.recv_into(rest, 0, flags)
         except BlockingIOError:
             continue
         if not received:
@@ -85,36 +82,30 @@ def time_memcpy(session: Session, *, nbytes: int) -> list[float]:
     return timed(partial(ctypes.memmove, target, source, nbytes), session.repeats)
 
 
-def _ping_pong(name: str, title: str, *, connect: Connect, spin: bool = False) -> Figure:
+def _ping_pong(name: str, title: str, connect: Connect, *, spin: bool) -> Figure:
     measure = partial(time_ping_pong, connect=connect, nbytes=64, spin=spin)
     return Figure(name=name, title=title, measure=measure, repeats=SMALL, setting=ALONE)
 
 
+def _tcp_16mib(name: str, title: str, *, spin: bool) -> Figure:
+    measure = partial(time_ping_pong, connect=tcp_pair, nbytes=16 * MIB, spin=spin)
+    return Figure(name=name, title=title, measure=measure, repeats=LARGE, unit="ms", setting=ALONE)
+
+
 def _memcpy(mib: int, unit: str, repeats: Repeats) -> Figure:
+    name, title = f"memcpy-{mib}MiB", f"memcpy {mib} MiB"
     measure = partial(time_memcpy, nbytes=mib * MIB)
-    return Figure(
-        name=f"memcpy-{mib}MiB",
-        title=f"memcpy {mib} MiB",
-        measure=measure,
-        repeats=repeats,
-        unit=unit,
-        setting=ALONE,
-    )
+    return Figure(name=name, title=title, measure=measure, repeats=repeats, unit=unit, setting=ALONE)
 
 
 FLOORS = (
-    _ping_pong("unix-spin", "unix socket 64 B, spinning", connect=socket.socketpair, spin=True),
-    _ping_pong("unix-block", "unix socket 64 B, blocking", connect=socket.socketpair),
-    _ping_pong("tcp-block", "TCP socket 64 B, blocking", connect=tcp_pair),
+    _ping_pong("unix-spin", "unix socket 64 B, spinning", socket.socketpair, spin=True),
+    _ping_pong("unix-block", "unix socket 64 B, blocking", socket.socketpair, spin=False),
+    _ping_pong("tcp-spin", "TCP socket 64 B, spinning", tcp_pair, spin=True),
+    _ping_pong("tcp-block", "TCP socket 64 B, blocking", tcp_pair, spin=False),
     _memcpy(1, "µs", Repeats(count=200, warmup=20)),
     _memcpy(16, "ms", LARGE),
     _memcpy(64, "ms", LARGE),
-    Figure(
-        name="tcp-16MiB",
-        title="TCP socket 16 MiB echo, blocking",
-        measure=partial(time_ping_pong, connect=tcp_pair, nbytes=16 * MIB, spin=False),
-        repeats=LARGE,
-        unit="ms",
-        setting=ALONE,
-    ),
+    _tcp_16mib("tcp-spin-16MiB", "TCP socket 16 MiB, spinning", spin=True),
+    _tcp_16mib("tcp-block-16MiB", "TCP socket 16 MiB, blocking", spin=False),
 )

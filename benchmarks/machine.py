@@ -1,10 +1,11 @@
-"""The machine a run was made on: what matters for its speed, and nothing that names it."""
+"""The machine a run was made on: what matters for its speed, and nothing that names it; and how busy it is."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -40,6 +41,34 @@ class Machine:
     def __str__(self) -> str:
         cores = f"{self.cores} core{'s' if self.cores != 1 else ''}"
         return f"{self.cpu}, {cores}, {self.kernel}, Python {self.python}, torch {self.torch}"
+
+
+@dataclass(frozen=True)
+class Load:
+    averages: tuple[float, float, float]
+    """Over 1, 5 and 15 minutes. From the second round on, most of it is the benchmark's own."""
+    busy: float
+    """Cores in use during one second in which the benchmark does nothing: the work of others."""
+
+    @classmethod
+    def now(cls) -> Load:
+        before = _core_seconds_used()
+        start = time.monotonic()
+        time.sleep(1.0)
+        used = _core_seconds_used() - before
+        return cls(os.getloadavg(), used / (time.monotonic() - start))
+
+    def __str__(self) -> str:
+        return f"{' '.join(f'{value:.2f}' for value in self.averages)} ({self.busy:.2f} cores busy)"
+
+
+def _core_seconds_used() -> float:
+    """By everything on this machine, waits for disks left out. 0 where there is no /proc."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, stat.read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def _usable_cores() -> int:

@@ -47,7 +47,10 @@ def draw(suite: Suite, results: Results, title: str, path: Path) -> bool:
 
 def _bars(row: Row, suite: Suite, results: Results) -> list[Bar]:
     sides = [("telegrad", row.telegrad), ("torch", row.torch)]
-    bars = [_bar(one, COLOURS[name], row.figure.unit, _ratio(row) if name == "telegrad" else "") for name, one in sides]
+    bars = [
+        _bar(one, COLOURS[name], row.figure.unit, _ratio(row) if name == "telegrad" else "")
+        for name, one in sides
+    ]
     beside = [floor for floor in suite.floors if floor.name in row.figure.floors]
     bars += [
         _bar(side(results, FLOOR, floor), FLOOR_COLOURS[i % 2], floor.unit, f"  {floor.title}")
@@ -87,6 +90,7 @@ def _dress(axes: Any, groups: list[tuple[str, list[Bar]]], title: str) -> None:
     axes.set_xlim(min(seconds) / 2, max(seconds) * 12)
     axes.xaxis.set_major_formatter(EngFormatter(unit="s"))
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.grid(axis="x", color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
@@ -95,4 +99,6 @@ def _dress(axes: Any, groups: list[tuple[str, list[Bar]]], title: str) -> None:
     axes.set_xlabel("median time, logarithmic: shorter is better")
     axes.set_title(title, loc="left", fontsize=10)
     sides = [*COLOURS.items(), ("floor", FLOOR_COLOURS[0])]
-    axes.legend(handles=[Patch(color=colour, label=name) for name, colour in sides], loc="best", frameon=False)
+    axes.legend(
+        handles=[Patch(color=colour, label=name) for name, colour in sides], loc="upper right", frameon=False
+    )

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from benchmarks.backends import Backend
 from benchmarks.figures import Session, Setting, Task
@@ -32,8 +32,8 @@ from benchmarks.ports import free_port, meet_at
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
-GRACE_S = 10.0
-"""How long processes may take to end by themselves once their job is done."""
+GRACE_S = 5.0
+"""How long processes may take to end by themselves once their job is done, or one of them is lost."""
 
 _spawn = multiprocessing.get_context("spawn")
 
@@ -89,27 +89,38 @@ def _collect(
 ) -> tuple[list[Outcome], str | None]:
     """The outcomes, and why there are no more of them (None: the driver was done)."""
     outcomes: list[Outcome] = []
+    watched = [process.sentinel for process in processes]
     while (left := deadline - time.monotonic()) > 0:
-        ready = wait([receive, *(process.sentinel for process in processes)], timeout=left)
+        ready = wait([receive, *watched], timeout=left)
         if receive in ready:
             try:
                 outcome = receive.recv()
             except EOFError:
-                return outcomes, "the driver ended early"
+                return outcomes, f"the driver ended early (exit codes {_exit_codes(processes)})"
             if outcome is None:
                 return outcomes, None
             outcomes.append(outcome)
         elif ready:
-            codes = [process.exitcode for process in processes]
-            return outcomes, f"a worker ended early (exit codes {codes})"
-    return outcomes, "time limit reached"
+            # The driver has a moment to tell what the loss did to its task: it says more than an exit code.
+            watched.clear()
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+    if watched:
+        return outcomes, "time limit reached"
+    return outcomes, f"a worker ended early (exit codes {_exit_codes(processes)})"
+
+
+def _exit_codes(processes: list[SpawnProcess]) -> list[int | None]:
+    """None for a process that still runs. A process that is just ending has a moment to be done."""
+    for process in processes:
+        process.join(0.1)
+    return [process.exitcode for process in processes]
 
 
 def _join(processes: list[SpawnProcess], deadline: float) -> str | None:
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
-    codes = [process.exitcode for process in processes]
-    return None if not any(code != 0 for code in codes) else f"did not end cleanly (exit codes {codes})"
+    codes = _exit_codes(processes)
+    return f"did not end cleanly (exit codes {codes})" if any(code != 0 for code in codes) else None
 
 
 def _work(rank: int, job: Job, port: int, report: Connection | None) -> None:

@@ -60,7 +60,10 @@ class Profiles:
 
 def measure_profiles(session: Session) -> Profiles:
     rpc_sync, peer = session.backend.rpc.rpc_sync, session.peer
-    calls = {"Empty call": partial(rpc_sync, peer, empty), "Echo 64 B": partial(rpc_sync, peer, echo, (tensor_of(64),))}
+    calls = {
+        "Empty call": partial(rpc_sync, peer, empty),
+        "Echo 64 B": partial(rpc_sync, peer, echo, (tensor_of(64),)),
+    }
     profiles = tuple(_profile(title, call, session) for title, call in calls.items())
     return Profiles(session.backend.name, profiles)
 
@@ -101,7 +104,9 @@ def _where(file: str, line: int, function: str) -> str:
     if file == "~":
         return function
     parts = Path(file).parts
-    package = next((i + 1 for i, part in enumerate(parts) if part in ("site-packages", "src")), len(parts) - 2)
+    package = next(
+        (i + 1 for i, part in enumerate(parts) if part in ("site-packages", "src")), len(parts) - 2
+    )
     return f"{'/'.join(parts[max(package, 0) :])}:{line}({function})"
 
 
@@ -117,7 +122,8 @@ def _render(profile: CallProfile) -> str:
     )
     text = [f"{'calls':>7} {'own µs':>8} {'total µs':>9}  function"]
     text += [
-        f"{line.calls:7.2f} {line.own * MICRO:8.2f} {line.total * MICRO:9.2f}  {line.where}" for line in profile.lines
+        f"{line.calls:7.2f} {line.own * MICRO:8.2f} {line.total * MICRO:9.2f}  {line.where}"
+        for line in profile.lines
     ]
     return (
         f"### {profile.title}\n\n{profile.calls} calls; median {profile.plain * MICRO:.1f} µs plain, "

@@ -7,10 +7,15 @@ from pathlib import Path
 
 from benchmarks import plot
 from benchmarks.figures import Figure, Suite
-from benchmarks.machine import Machine
-from benchmarks.runner import FLOOR, Load, Plan, Results
+from benchmarks.machine import Load, Machine
+from benchmarks.runner import FLOOR, Plan, Results
 from benchmarks.summary import Row, Side, rows, show, side
 from benchmarks.tables import Grid
+
+LOAD_REMARK = (
+    "Cores busy: during one second in which the benchmark itself did nothing. The averages also count the "
+    "benchmark's own work, from the second round on."
+)
 
 
 def print_report(suite: Suite, results: Results, machine: Machine) -> None:
@@ -20,7 +25,7 @@ def print_report(suite: Suite, results: Results, machine: Machine) -> None:
         floors(results, suite.floors).print("Floors")
     for title, text in section_texts(suite, results):
         print(f"{title}\n\n{text}\n")
-    print(f"{machine}\nload average: {load_text(results.loads[0])} before, {load_text(results.loads[-1])} after")
+    print(f"{machine}\nload average: {results.loads[0]} before, {results.loads[-1]} after")
     for failure in results.failures:
         print(f"FAILED round {failure.round}, {failure.side}, {failure.task}: {failure.error}")
 
@@ -43,7 +48,7 @@ def _document(
     suite: Suite, plan: Plan, results: Results, machine: Machine, date: str, picture: str | None
 ) -> str:
     table = rows(results, suite.figures)
-    quick = " **A quick run: too few samples to be quoted.**" if plan.quick else ""
+    quick = " **A quick run, with few samples and few workers: not to be quoted.**" if plan.quick else ""
     parts = [f"# {suite.title}", f"{date}. {machine}. {plan.rounds} rounds, backends alternating.{quick}"]
     if table:
         parts += [ratios(table).markdown(), "\n".join(f"- {remark}" for remark in suite.remarks)]
@@ -52,8 +57,8 @@ def _document(
     if suite.floors:
         parts += ["## Floors", floors(results, suite.floors).markdown()]
     if table:
-        parts += ["## Each round", "Median / p99.", each_round(table, plan.rounds).markdown()]
-    parts += ["## Load", load_averages(results.loads).markdown()]
+        parts += ["## Each round", "Median / mean / p99.", each_round(table, plan.rounds).markdown()]
+    parts += ["## Load", LOAD_REMARK, load_averages(results.loads).markdown()]
     for title, text in section_texts(suite, results):
         parts += [f"## {title}", text]
     if results.failures:
@@ -84,7 +89,9 @@ def _ratio_row(row: Row) -> tuple[str, ...]:
 
 def floors(results: Results, figures: tuple[Figure, ...]) -> Grid:
     sides = [(figure, side(results, FLOOR, figure)) for figure in figures]
-    cells = [(figure.title, show(one.median, figure.unit), show(one.p99, figure.unit)) for figure, one in sides]
+    cells = [
+        (figure.title, show(one.median, figure.unit), show(one.p99, figure.unit)) for figure, one in sides
+    ]
     return Grid(("floor", "median", "p99"), cells)
 
 
@@ -105,19 +112,20 @@ def _samples(one: Side) -> str:
 def _round_cells(figure: Figure, one: Side, rounds: int) -> list[str]:
     spreads = [one.rounds.get(number) for number in range(1, rounds + 1)]
     return [
-        "failed" if spread is None else f"{show(spread.median, figure.unit)} / {show(spread.p99, figure.unit)}"
+        "failed"
+        if spread is None
+        else " / ".join(show(value, figure.unit) for value in (spread.median, spread.mean, spread.p99))
         for spread in spreads
     ]
 
 
 def load_averages(loads: tuple[Load, ...]) -> Grid:
     names = [*(f"before round {number}" for number in range(1, len(loads))), "at the end"]
-    cells = [(name, *(f"{value:.2f}" for value in load)) for name, load in zip(names, loads, strict=True)]
-    return Grid(("load average", "1 min", "5 min", "15 min"), cells)
-
-
-def load_text(load: Load) -> str:
-    return " ".join(f"{value:.2f}" for value in load)
+    cells = [
+        (name, *(f"{value:.2f}" for value in (*load.averages, load.busy)))
+        for name, load in zip(names, loads, strict=True)
+    ]
+    return Grid(("load average", "1 min", "5 min", "15 min", "cores busy"), cells)
 
 
 def section_texts(suite: Suite, results: Results) -> list[tuple[str, str]]:

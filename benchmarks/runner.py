@@ -7,7 +7,6 @@ sections are measured once, at the end, with the first backend of the plan.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ from typing import Any
 
 from benchmarks.backends import Backend
 from benchmarks.figures import ALONE, Setting, Suite, Task
+from benchmarks.machine import Load
 from benchmarks.processes import Job, run
 
 FLOOR = "floor"
-
-Load = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Record:
 class Results:
     records: tuple[Record, ...]
     loads: tuple[Load, ...]
-    """Load averages at the start of each round, then at the end of the run."""
+    """At the start of each round, then at the end of the run."""
 
     def of(self, side: str, task: str) -> list[Record]:
         return [record for record in self.records if (record.side, record.task) == (side, task)]
@@ -59,11 +57,13 @@ def run_suite(suite: Suite, plan: Plan) -> Results:
     records: list[Record] = []
     loads: list[Load] = []
     for number in range(1, plan.rounds + 1):
-        loads.append(os.getloadavg())
+        loads.append(Load.now())
         records += _round(number, suite, plan)
     for setting, sections in _by_setting(suite.sections):
-        records += _job(plan.rounds, plan.backends[0].name, Job(plan.backends[0], setting, sections, plan.quick), plan)
-    return Results(tuple(records), (*loads, os.getloadavg()))
+        records += _job(
+            plan.rounds, plan.backends[0].name, Job(plan.backends[0], setting, sections, plan.quick), plan
+        )
+    return Results(tuple(records), (*loads, Load.now()))
 
 
 def _round(number: int, suite: Suite, plan: Plan) -> Iterator[Record]:

@@ -28,6 +28,7 @@ def timed(call: Callable[[], Any], repeats: Repeats) -> list[float]:
 @dataclass(frozen=True)
 class Spread:
     median: float
+    mean: float
     p99: float
     count: int
 
@@ -36,4 +37,4 @@ class Spread:
         """The 99th percentile is a sample that was seen: with fewer than 100 samples, the largest."""
         ordered = sorted(samples)
         p99 = ordered[math.ceil(0.99 * len(ordered)) - 1]
-        return cls(statistics.median(ordered), p99, len(ordered))
+        return cls(statistics.median(ordered), statistics.fmean(ordered), p99, len(ordered))

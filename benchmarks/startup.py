@@ -7,13 +7,14 @@ Keep the imports of this module few: each process that `spawn` starts repeats th
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from importlib import import_module
 from multiprocessing.connection import Connection
 
 import torch
-import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.backends import TORCH
 from benchmarks.callee import process_id
@@ -45,9 +46,9 @@ def _start_telegrad(count: int) -> float:
 def _start_torch(count: int) -> float:
     """time.monotonic() is one clock for all processes of a host: the last reading is taken in rank 0."""
     meet_at_free_port()
-    receive, send = torch.multiprocessing.get_context("spawn").Pipe(duplex=False)
+    receive, send = multiprocessing.get_context("spawn").Pipe(duplex=False)
     start = time.monotonic()
-    workers = torch.multiprocessing.spawn(_torch_worker, args=(count, send), nprocs=count, join=False)
+    workers = spawn(_torch_worker, args=(count, send), nprocs=count, join=False)
     assert workers is not None
     send.close()
     try:

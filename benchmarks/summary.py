@@ -39,7 +39,9 @@ class Row:
     def ratios(self) -> dict[int, float]:
         """telegrad's median / torch's, for each round in which both worked."""
         both = sorted(self.telegrad.rounds.keys() & self.torch.rounds.keys())
-        return {number: self.telegrad.rounds[number].median / self.torch.rounds[number].median for number in both}
+        return {
+            number: self.telegrad.rounds[number].median / self.torch.rounds[number].median for number in both
+        }
 
     @property
     def ratio(self) -> float | None:
@@ -56,11 +58,15 @@ class Row:
 
 
 def side(results: Results, name: str, figure: Figure) -> Side:
-    return Side({record.round: Spread.of(record.value) for record in results.of(name, figure.name) if record.value})
+    return Side(
+        {record.round: Spread.of(record.value) for record in results.of(name, figure.name) if record.value}
+    )
 
 
 def rows(results: Results, figures: tuple[Figure, ...]) -> list[Row]:
-    return [Row(figure, side(results, "telegrad", figure), side(results, "torch", figure)) for figure in figures]
+    return [
+        Row(figure, side(results, "telegrad", figure), side(results, "torch", figure)) for figure in figures
+    ]
 
 
 def show(seconds: float | None, unit: str) -> str:

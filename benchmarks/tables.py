@@ -34,5 +34,8 @@ class Grid:
 
 
 def _markdown_row(row: tuple[str, ...], widths: list[int]) -> str:
-    cells = (cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+    cells = (
+        cell.rjust(width) if i else cell.ljust(width)
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    )
     return f"| {' | '.join(cells)} |"

@@ -4,13 +4,19 @@
     open(frames)            -> Envelope          cheap, runs no user code: may be done while reading
     decode(frames)          -> body              runs users' constructors: never while reading
 
-Most messages take the plain pickler; only what it cannot do (see by_value.py) is done again with cloudpickle.
+The skeleton starts with the function's name, in a call whose function has one that the callee can look up.
+The values behind it are pickled in the first of these ways that can:
+
+    flat      each value is plain or a tensor; tensors' metadata lies beside the values
+    nested    any picklable values, with tensors wherever they are
+    by value  the same, made by cloudpickle, for what the callee cannot import (see by_value.py)
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import struct
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,16 +27,23 @@ import torch
 from .by_value import ByValuePickler, Namespaces, decoding, is_of_main, main_attribute
 from .errors import DecodeError, EncodeError, RemoteError, RemoteTraceback
 from .messages import Call, Envelope, Failure, Hello, Kind, Reply
+from .names import Names
 from .scripted import reduce_scripted
-from .tensors import reduce_tensor
-from .transport.base import Frames
+from .tensors import describe, rebuild, reduce_tensor
+from .transport.base import Buffer, Frames
 
 _encode_envelope = msgspec.msgpack.Encoder().encode
 _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 
-
 Body = Call | Reply | Failure
 BODIES: dict[int, type[Body]] = {Kind.CALL: Call, Kind.REPLY: Reply, Kind.FAILURE: Failure}
+
+_HEAD = struct.Struct("<BH")  # what the values are, and the length of the function's name
+_FIELDS, _ARGS, _ARGS_AND_KWARGS = 0, 1, 2  # the body's fields; the arguments of a call by name
+
+_FLAT = 1  # the first byte of flat values; a pickle's is 0x80
+_FLAT_BYTE = b"\x01"
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
 class _ByValueError(Exception):
@@ -42,6 +55,7 @@ class Codec:
 
     def __init__(self, worker_id: int, main: str) -> None:
         self._namespaces = Namespaces(worker_id)
+        self._names = Names()
         self._main = main
 
     def encode(self, envelope: Envelope, body: Body, peer: Hello) -> Frames:
@@ -50,8 +64,16 @@ class Codec:
         Raises:
             EncodeError: something in the body cannot be pickled.
         """
+        same_main = peer.main != "" and peer.main == self._main
+        name, values, shape = b"", None, _FIELDS
+        if type(body) is Call and (name := self._names.name_of(body.function, same_main=same_main)):
+            shape = _ARGS_AND_KWARGS if body.kwargs else _ARGS
+            values = (body.args, body.kwargs) if body.kwargs else body.args
+        else:
+            values = msgspec.structs.astuple(body)
         keep: list[Any] = []
-        skeleton, buffers = self._dump(msgspec.structs.astuple(body), peer, keep, in_band=False)
+        pickled, buffers = self._dump(values, keep, same_main)
+        skeleton = b"".join((_HEAD.pack(shape, len(name)), name, pickled))
         return Frames(_encode_envelope(envelope), [skeleton, *[b.raw() for b in buffers]], keep)
 
     def open(self, frames: Frames) -> Envelope:
@@ -71,18 +93,22 @@ class Codec:
         Raises:
             DecodeError: it cannot be rebuilt here.
         """
-        skeleton, *buffers = frames.buffers
         try:
-            with decoding(self._namespaces):
-                fields = pickle.loads(skeleton, buffers=buffers)
-            return BODIES[envelope.kind](*fields)
+            skeleton, *buffers = frames.buffers
+            shape, length = _HEAD.unpack_from(skeleton)
+            start = _HEAD.size + length
+            function = self._names.resolve(bytes(skeleton[_HEAD.size : start])) if length else None
+            values = self._load(memoryview(skeleton)[start:], buffers)
+            if shape == _FIELDS:
+                return BODIES[envelope.kind](*values)
+            return Call(function, values, None) if shape == _ARGS else Call(function, *values)
         except Exception as error:
             raise DecodeError(f"{type(error).__name__}: {error}") from error
 
     def encode_exception(self, error: BaseException, traceback: str, peer: Hello) -> Failure:
         """An exception as a body that can always be sent."""
         try:
-            pickled, _ = self._dump(error, peer, [], in_band=True)
+            pickled = self._dump_in_band(error, peer)
         except EncodeError:
             pickled = b""
         name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
@@ -93,8 +119,7 @@ class Codec:
         error: Any = None
         if failure.exception:
             try:
-                with decoding(self._namespaces):
-                    error = pickle.loads(failure.exception)
+                (error,) = self._load(memoryview(failure.exception), [])
             except Exception:
                 error = None  # a type that is not known here, or whose constructor wants other arguments
         if not isinstance(error, BaseException):
@@ -106,34 +131,84 @@ class Codec:
         """The first of the values that cannot be pickled, for an error message; None if all can."""
         for value in values:
             try:
-                self._dump(value, peer, [], in_band=True)
+                self._dump_in_band(value, peer)
             except EncodeError:
                 return value
         return None
 
-    def _dump(
-        self, body: Any, peer: Hello, keep: list[Any], *, in_band: bool
-    ) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    def _dump_in_band(self, value: Any, peer: Hello) -> bytes:
         same_main = peer.main != "" and peer.main == self._main
+        pickled, buffers = self._dump((value,), [], same_main)
+        return pickled if not buffers else self._dump_nested((value,), [], same_main, in_band=True)[0]
+
+    def _dump(
+        self, values: tuple[Any, ...], keep: list[Any], same_main: bool
+    ) -> tuple[bytes, Sequence[pickle.PickleBuffer]]:
+        flat = _flatten(values, keep)
+        if flat is None:
+            return self._dump_nested(values, keep, same_main, in_band=False)
+        buffers: list[pickle.PickleBuffer] = []
+        return _FLAT_BYTE + pickle.dumps(flat, 5, buffer_callback=buffers.append), buffers
+
+    def _dump_nested(
+        self, values: tuple[Any, ...], keep: list[Any], same_main: bool, *, in_band: bool
+    ) -> tuple[bytes, list[pickle.PickleBuffer]]:
         file = io.BytesIO()
         buffers: list[pickle.PickleBuffer] = []
         try:
-            _Pickler(file, None if in_band else buffers.append, keep, same_main).dump(body)
+            _Pickler(file, None if in_band else buffers.append, keep, same_main).dump(values)
+            return file.getvalue(), buffers
         except (_ByValueError, pickle.PicklingError, AttributeError, TypeError):
-            file = io.BytesIO()
-            buffers = []
-            try:
-                ByValuePickler(
-                    file,
-                    buffer_callback=None if in_band else buffers.append,
-                    namespaces=self._namespaces,
-                    reduce=lambda obj: _reduce(obj, keep, same_main, by_value=True),
-                ).dump(body)
-            except Exception as error:
-                raise EncodeError(f"{type(error).__name__}: {error}") from error
+            pass  # and now with cloudpickle
         except Exception as error:
             raise EncodeError(f"{type(error).__name__}: {error}") from error
-        return file.getvalue(), buffers
+        file = io.BytesIO()
+        buffers = []
+        try:
+            ByValuePickler(
+                file,
+                buffer_callback=None if in_band else buffers.append,
+                namespaces=self._namespaces,
+                reduce=lambda obj: _reduce(obj, keep, same_main, by_value=True),
+            ).dump(values)
+            return file.getvalue(), buffers
+        except Exception as error:
+            raise EncodeError(f"{type(error).__name__}: {error}") from error
+
+    def _load(self, pickled: memoryview, buffers: Sequence[Buffer]) -> Any:
+        if pickled[0] == _FLAT:
+            return _unflatten(pickle.loads(pickled[1:], buffers=buffers))
+        with decoding(self._namespaces):
+            return pickle.loads(pickled, buffers=buffers)
+
+
+def _flatten(values: tuple[Any, ...], keep: list[Any]) -> tuple[Any, ...] | None:
+    """(values with None for tensors, {position: tensor's description}); None if there is something else."""
+    tensors: dict[int, Any] | None = None
+    for position, value in enumerate(values):
+        kind = type(value)
+        if kind is torch.Tensor:
+            description = describe(value, keep)
+            if description is None:
+                return None
+            if tensors is None:
+                tensors = {}
+            tensors[position] = description
+        elif kind not in _PLAIN:
+            return None
+    if tensors is None:
+        return values, None
+    return tuple([None if position in tensors else value for position, value in enumerate(values)]), tensors
+
+
+def _unflatten(flat: tuple[Any, ...]) -> tuple[Any, ...]:
+    values, tensors = flat
+    if tensors is None:
+        return values  # type: ignore[no-any-return]
+    values = list(values)
+    for position, description in tensors.items():
+        values[position] = rebuild(*description)
+    return tuple(values)
 
 
 class _Pickler(pickle.Pickler):
@@ -155,7 +230,7 @@ def _reduce(obj: Any, keep: list[Any], same_main: bool, *, by_value: bool) -> An
     kind = type(obj)
     if kind is types.FunctionType or issubclass(kind, type):
         if is_of_main(obj):
-            if same_main and "<locals>" not in obj.__qualname__ and "<lambda>" not in obj.__qualname__:
+            if same_main and "<" not in obj.__qualname__:
                 return main_attribute, (obj.__qualname__,)
             if not by_value:
                 raise _ByValueError

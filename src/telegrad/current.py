@@ -6,6 +6,7 @@ the worker it runs on. Elsewhere the process's default worker (the one of init_r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ class Serving:
     message_id: int
     deadline: float | None  # time.monotonic() by which the caller wants its answer
     depth: int  # 1 for a call made by a program's own code, 2 for one made while serving that, ...
+    relieve: Callable[[], None] | None = None  # to be called before this thread waits for anything
 
 
 worker_var: ContextVar[Worker | None] = ContextVar("telegrad_worker", default=None)

@@ -17,12 +17,14 @@ from . import current
 from .codec import Body, Codec
 from .errors import CallTimeoutError, DecodeError, EncodeError, RemoteError, TransportError
 from .events import logger
-from .messages import Call, Envelope, Failure, Hello, Kind, Reply
+from .messages import Call, Envelope, Failure, Kind, Reply
 from .modes import applied
 from .pending import PendingCall, PendingCalls
 from .transport.base import Connection, Frames
 
 Send = Callable[[Connection, Envelope, Body, float | None], None]
+
+SLOW = 3e-4  # seconds; a function that took longer had better not run on a thread that is also to read
 
 ASYNC_MARK = "_wrapped_async_rpc_function"  # torch's own name, so its decorator works too
 
@@ -44,6 +46,7 @@ class Dispatch:
         self._submit = submit
         self._new_id = new_id
         self._unanswered: dict[int, str] = {}  # calls being served, by id; its single operations are atomic
+        self._slow: set[str] = set()  # functions that took long the last time
         self.calls_served = 0
         self.late_answers = 0
 
@@ -54,22 +57,24 @@ class Dispatch:
         """How many calls are being served, those that wait for a future included."""
         return len(self._unanswered)
 
-    def on_call(self, connection: Connection, envelope: Envelope, frames: Frames, deadline: float | None) -> None:
-        """Runs the function of a call and answers it."""
+    def on_call(
+        self, connection: Connection, envelope: Envelope, frames: Frames, deadline: float | None, relieve: Callable[[], None] | None
+    ) -> None:
+        """Runs the function of a call and answers it. `relieve` ends the duty of this thread, if it is on one."""
         peer = connection.peer
         self._unanswered[envelope.id] = peer.name
         self.calls_served += 1
-        token = current.serving.set(current.Serving(peer.name, envelope.id, deadline, envelope.depth))
+        token = current.serving.set(current.Serving(peer.name, envelope.id, deadline, envelope.depth, relieve))
         try:
             if deadline is not None and time.monotonic() > deadline:
                 raise CallTimeoutError("the call waited for a thread until its time was over, and was not run")
             if envelope.modes is None:
-                result, is_async = self._run(envelope, frames, peer)
+                result, is_async = self._run(envelope, frames, relieve)
                 if not torch.is_grad_enabled():
                     torch.set_grad_enabled(True)  # what a function left behind must not meet the next one
             else:
                 with applied(envelope.modes):
-                    result, is_async = self._run(envelope, frames, peer)
+                    result, is_async = self._run(envelope, frames, relieve)
         except BaseException as error:
             self._answer_failure(connection, envelope, error)
             return
@@ -82,7 +87,7 @@ class Dispatch:
         else:
             self._answer(connection, envelope, result)
 
-    def _run(self, envelope: Envelope, frames: Frames, peer: Hello) -> tuple[Any, bool]:
+    def _run(self, envelope: Envelope, frames: Frames, relieve: Callable[[], None] | None) -> tuple[Any, bool]:
         try:
             call = self._codec.decode(envelope, frames)
         except DecodeError as error:
@@ -92,7 +97,12 @@ class Dispatch:
             ) from error.__cause__
         assert isinstance(call, Call)
         function = call.function
+        name = getattr(function, "__qualname__", "")
+        if relieve is not None and name in self._slow:
+            relieve()
+        began = time.monotonic()
         result = function(*call.args, **call.kwargs) if call.kwargs else function(*call.args)
+        self._remember(name, time.monotonic() - began)
         if hasattr(function, ASYNC_MARK):
             if not isinstance(result, torch._C.Future):
                 raise TypeError(
@@ -101,6 +111,13 @@ class Dispatch:
                 )
             return result, True
         return result, False
+
+    def _remember(self, name: str, took: float) -> None:
+        if took > SLOW:
+            if len(self._slow) < 10_000:
+                self._slow.add(name)
+        elif name in self._slow:
+            self._slow.discard(name)
 
     def _answer_future(self, connection: Connection, envelope: Envelope, future: Any) -> None:
         try:

@@ -26,7 +26,7 @@ class PendingCall:
 
     __slots__ = (
         "claimed", "connection", "deadline", "depth", "done", "envelope", "error", "frames", "function", "future", "id",
-        "nbytes", "peer", "timeout", "wake", "window",
+        "nbytes", "peer", "reading", "timeout", "wake", "window",
     )  # fmt: skip
 
     def __init__(self, id: int, function: str, peer: str, timeout: float | None, depth: int) -> None:
@@ -44,6 +44,7 @@ class PendingCall:
         self.frames: Frames | None = None
         self.error: BaseException | None = None
         self.claimed = False  # the answer was read, and is being handed on
+        self.reading = False  # its caller holds the connection's reading since before it was written
         self.done = False
         self.wake: threading.Lock | None = None
 

@@ -55,21 +55,29 @@ def reduce_tensor(tensor: torch.Tensor, keep: list[Any]) -> Any:
 def _reduce_plain(tensor: torch.Tensor, keep: list[Any]) -> Any:
     if tensor.layout is not torch.strided:
         return _reduce_sparse(tensor)
-    device_type = tensor.device.type
-    if tensor.is_quantized or tensor.is_nested or device_type == "meta":
-        return NotImplemented
+    description = describe(tensor, keep)
+    return NotImplemented if description is None else (rebuild, description)
+
+
+def describe(tensor: torch.Tensor, keep: list[Any]) -> tuple[Any, ...] | None:
+    """A plain tensor as the arguments of `rebuild`; None for one that has no strided memory of its own."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return None
     flags = 0
     if tensor.requires_grad:
         flags |= _REQUIRES_GRAD
         tensor = tensor.detach()
-    if tensor.dtype.is_complex and tensor.is_conj():
+    dtype = tensor.dtype
+    if dtype.is_complex and tensor.is_conj():
         flags |= _CONJ
         tensor = tensor.conj()
     if tensor.is_neg():
         flags |= _NEG
         tensor = torch._neg_view(tensor)
     device = None
-    if device_type != "cpu":
+    if not tensor.is_cpu:
+        if tensor.is_meta:
+            return None
         device = str(tensor.device)
         tensor = tensor.cpu()
     stride = None
@@ -85,7 +93,7 @@ def _reduce_plain(tensor: torch.Tensor, keep: list[Any]) -> Any:
     else:
         memory = pickle.PickleBuffer(_view_of_memory(tensor.data_ptr(), nbytes, _PYBUF_WRITE))
         keep.append(tensor)
-    return _rebuild_plain, (memory, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), stride, flags, device)
+    return memory, _DTYPE_NAMES[dtype], tuple(tensor.shape), stride, flags, device
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -100,7 +108,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _rebuild_plain(
+def rebuild(
     memory: Any,
     dtype_name: str,
     shape: tuple[int, ...],
@@ -108,6 +116,7 @@ def _rebuild_plain(
     flags: int,
     device: str | None,
 ) -> torch.Tensor:
+    """The tensor that `describe` described."""
     dtype = _DTYPES[dtype_name]
     if type(memory) is bytes:
         tensor = torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 from . import current
 from .by_value import main_script
 from .codec import Body, Codec
-from .config import Options
+from .config import SHARED_MEMORY_FROM, Options
 from .dispatch import Dispatch
+from .duty import Duty, Roster
 from .errors import (
     CallTimeoutError,
     ConnectionClosedError,
@@ -88,6 +89,7 @@ class Worker:
         self._to_log: deque[str] = deque()  # from finalisers, which must not log themselves
         self._poller = Poller()
         self._threads = Threads(member.name, self._poller, options.idle_thread_timeout, self._on_thread_start)
+        self._roster = Roster(self._poller)
         self._codec = Codec(member.id, hello.main)
         self._pending = PendingCalls(member.name, self._on_expired)
         self._dispatch = Dispatch(self._codec, self._pending, self.send, self._threads.submit, self.new_message_id)
@@ -153,6 +155,7 @@ class Worker:
         body: Body,
         timeout: float | None,
         admit: Callable[[int], float | None] | None = None,
+        before_waiting: Callable[[], None] | None = None,
     ) -> None:
         """Encodes a message and writes it. `admit` gets its size, may wait, and says how much time is left."""
         if self.events:
@@ -161,7 +164,7 @@ class Worker:
             frames = self._codec.encode(envelope, body, connection.peer)
             if admit is not None:
                 timeout = admit(sum(map(len, frames.buffers)))
-            nbytes = connection.write(frames, timeout)
+            nbytes = connection.write(frames, timeout, before_waiting)
         except BaseException as error:
             if self.events:
                 self._emit("send", "failed", envelope, connection, detail=repr(error))
@@ -169,15 +172,15 @@ class Worker:
         if self.events:
             self._emit("send", "complete", envelope, connection, nbytes)
 
-    def receive(self, message: Incoming, *, may_run_callbacks: bool) -> None:
+    def receive(self, message: Incoming, *, duty: Duty | None = None, here: PendingCall | None = None) -> None:
         """Decodes a message that was read and hands it to whoever it is for."""
         connection, envelope, frames, deadline, call = message
         if self.events:
             self._emit("receive", "started", envelope, connection, sum(map(len, frames.buffers)))
         if envelope.kind == Kind.CALL:
-            self._dispatch.on_call(connection, envelope, frames, deadline)
+            self._dispatch.on_call(connection, envelope, frames, deadline, duty.relieve if duty else None)
         else:
-            self._dispatch.on_answer(envelope, frames, call, may_run_callbacks=may_run_callbacks)
+            self._dispatch.on_answer(envelope, frames, call, may_run_callbacks=call is here)
         if self.events:
             self._emit("receive", "complete", envelope, connection)
 
@@ -194,30 +197,53 @@ class Worker:
         connection.arm()
 
     def _on_readable(self, connection: Connection) -> None:
-        """On a thread of ours, when something has arrived and nobody was reading."""
-        linger = 0.0
-        while connection.reading.acquire(blocking=False):
-            if linger:
-                connection.disarm()
-            found = self._read(connection, linger)
-            if not found:
+        """On a thread of ours, when something has arrived and nobody was reading. See duty.py."""
+        if not connection.reading.acquire(blocking=False):
+            return  # somebody else reads, and arms the connection when done
+        duty = Duty(connection, self._hand_on)
+        self._roster.begin(duty)
+        try:
+            linger = 0.0
+            while found := self._read(connection, linger):
+                calls = self._take_answers(found, None)
+                del found
+                if not calls:
+                    break
+                duty.waiting.extend(calls)
+                del calls
+                if not self._run_waiting(duty):
+                    return
+                # Whoever called is likely to call again at once: to be there saves it a wake-up.
+                linger = connection.linger
+                if not linger:
+                    break
+            else:
                 return
-            self._process(found, here=None)
-            del found
-            # Whoever called is likely to call again at once: to be there saves it a wake-up.
-            linger = self.options.spin
-            if not linger:
-                return
-        # Somebody else reads, and arms the connection when done.
+            self._pass_on(connection)
+        finally:
+            self._roster.end(duty)
+
+    def _run_waiting(self, duty: Duty) -> bool:
+        """Runs what was read; whether the thread is still on duty after it."""
+        while duty.waiting:
+            message = duty.waiting.popleft()
+            self._roster.leave(duty)
+            self.receive(message, duty=duty)
+            del message
+            if not duty.take_back():
+                return False
+        return True
+
+    def _hand_on(self, message: Incoming) -> None:
+        self._threads.submit(lambda: self.receive(message))
 
     def _read(self, connection: Connection, timeout: float | None) -> list[Incoming]:
-        """Reads once and passes the reading on. `reading` is held by the caller, and released here.
+        """Reads once. The caller holds `reading`, and still does after it if anything was found.
 
         An answer is claimed here, while reading: whoever takes the reading next to wait for that answer must
         see that it has come already.
         """
         found: list[Incoming] = []
-        lost = ""
         try:
             for frames in connection.read(timeout):
                 envelope = self._codec.open(frames)
@@ -228,31 +254,35 @@ class Worker:
                     deadline = time.monotonic() + envelope.timeout
                 found.append(Incoming(connection, envelope, frames, deadline, call))
         except TelegradError as error:
-            lost = str(error)
             level = logging.DEBUG if isinstance(error, ConnectionClosedError) else logging.WARNING
             logger.log(level, "worker %r: the connection with %r ends: %s", self.name, connection.peer.name, error)
-        finally:
-            # In this order: an event that came before the release would find nobody to take it.
             connection.reading.release()
-            if not lost:
-                connection.arm()
-        if lost:
-            self._on_lost(connection, lost)
+            for message in found:
+                self.receive(message)
+            self._on_lost(connection, str(error))
+            return []
+        except BaseException:
+            self._pass_on(connection)
+            raise
+        if not found:
+            self._pass_on(connection)
         return found
 
-    def _process(self, found: list[Incoming], *, here: PendingCall | None) -> None:
-        """Hands on what was read. `here` is the call that this thread waits for; None on threads of ours,
-        which run one call themselves."""
-        calls = [m for m in found if m.envelope.kind == Kind.CALL]
-        mine = calls.pop(0) if calls and here is None else None
-        for message in calls:
-            self._threads.submit(lambda message=message: self.receive(message, may_run_callbacks=True))
-        alone = len(found) == 1 and here is None
+    def _pass_on(self, connection: Connection) -> None:
+        # In this order: an event that came before the release would find nobody to take it.
+        connection.reading.release()
+        connection.arm()
+
+    def _take_answers(self, found: list[Incoming], here: PendingCall | None) -> list[Incoming]:
+        """Completes the calls that were answered; returns the calls to be run. Runs no user's code but the
+        callbacks of `here`, the call that this thread waits for."""
+        calls = []
         for message in found:
-            if message.envelope.kind != Kind.CALL:
-                self.receive(message, may_run_callbacks=alone or (here is not None and message.call is here))
-        if mine is not None:
-            self.receive(mine, may_run_callbacks=True)
+            if message.envelope.kind == Kind.CALL:
+                calls.append(message)
+            else:
+                self.receive(message, here=here)
+        return calls
 
     def _on_lost(self, connection: Connection, reason: str) -> None:
         if self._peers.drop(connection):
@@ -280,6 +310,10 @@ class Worker:
             Whatever the function raises.
         """
         call = self._start_call(to, function, args, kwargs, timeout, None)
+        if call.reading:
+            assert call.connection is not None
+            call.reading = False
+            self._read_for(call, call.connection, call.left())
         self._wait(call, None)
         return self._dispatch.result(call)
 
@@ -311,6 +345,8 @@ class Worker:
     ) -> PendingCall:
         self._check_open()
         serving = current.serving.get()
+        if serving is not None and serving.relieve is not None:
+            serving.relieve()
         limit = effective_timeout(timeout, self.options.rpc_timeout, serving.deadline if serving else None)
         depth = serving.depth + 1 if serving else 1
         peer = self._peers.find(to)
@@ -327,12 +363,23 @@ class Worker:
             if not peer.window.enter(nbytes, depth, call.left()):
                 raise TimeoutError(f"{peer.window.bytes_in_flight()} bytes of calls to it are unanswered")
             call.window, call.nbytes = peer.window, nbytes
+            if future is None and nbytes < SHARED_MEMORY_FROM:
+                # The answer may be here before the write returns: be the one who reads it.
+                call.reading = connection.reading.acquire(blocking=False)
+                if call.reading:
+                    connection.disarm()
             return call.left()
+
+        def stop_reading() -> None:
+            if call.reading:
+                call.reading = False
+                self._pass_on(connection)
 
         self._pending.add(call)
         try:
-            self.send(connection, envelope, Call(function, tuple(args), kwargs or None), limit, admit)
+            self.send(connection, envelope, Call(function, tuple(args), kwargs or None), limit, admit, stop_reading)
         except BaseException as error:
+            stop_reading()
             if self._pending.take(call.id) is not None:
                 call.leave_window()
                 raise self._translated(error, call, args, kwargs) from error
@@ -378,7 +425,15 @@ class Worker:
                 connection.arm()
             else:
                 connection.disarm()
-                self._process(self._read(connection, left), here=call)
+                self._read_for(call, connection, left)
+
+    def _read_for(self, call: PendingCall, connection: Connection, timeout: float | None) -> None:
+        """Reads once on behalf of a call, by the thread that waits for it. `reading` is held, and released."""
+        found = self._read(connection, timeout)
+        if found:
+            self._pass_on(connection)
+            for message in self._take_answers(found, call):
+                self._hand_on(message)
 
     def _on_expired(self, call: PendingCall) -> None:
         self._dispatch.fail(call, call.timeout_error())

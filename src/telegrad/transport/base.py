@@ -57,10 +57,14 @@ class Connection(ABC):
         self.on_readable: Callable[[Connection], None] = _nobody
 
     @abstractmethod
-    def write(self, frames: Frames, timeout: float | None = None) -> int:
+    def write(
+        self, frames: Frames, timeout: float | None = None, before_waiting: Callable[[], None] | None = None
+    ) -> int:
         """Sends one message; returns its size in bytes. May be called on any thread.
 
-        Waits while the peer does not read; that is the back-pressure.
+        Waits while the peer does not read; that is the back-pressure. `before_waiting` is called before it
+        does: a caller that holds `reading` must let it go then, or two workers that write to each other
+        would wait for ever.
 
         Raises:
             TimeoutError: the peer did not take it in time. The message may still arrive, whole.
@@ -79,6 +83,12 @@ class Connection(ABC):
             ConnectionClosedError: the connection has ended and all that arrived before was returned.
             ProtocolError: the bytes make no sense. The connection cannot be used any more.
         """
+
+    @property
+    def linger(self) -> float:
+        """How many seconds a thread that just read should wait for the next message before it does
+        something else; 0 where messages are far apart."""
+        return 0.0
 
     @abstractmethod
     def arm(self) -> None:

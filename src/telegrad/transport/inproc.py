@@ -54,7 +54,9 @@ class InprocConnection(Connection):
     def join(self, other: InprocConnection) -> None:
         self._other, other._other = other, self
 
-    def write(self, frames: Frames, timeout: float | None = None) -> int:
+    def write(
+        self, frames: Frames, timeout: float | None = None, before_waiting: Callable[[], None] | None = None
+    ) -> int:
         nbytes = sum(len(b) for b in frames.buffers)
         if nbytes > self._limit:
             raise TooLargeError(
@@ -64,7 +66,7 @@ class InprocConnection(Connection):
         if self._closed_because:
             raise ConnectionClosedError(self._closed_because)
         copy = Frames(frames.header, self._copies(frames.buffers, nbytes))
-        self._other._put(copy, nbytes, timeout)
+        self._other._put(copy, nbytes, timeout, before_waiting)
         self._messages_out += 1
         self._bytes_out += nbytes + len(frames.header)
         return nbytes
@@ -80,7 +82,11 @@ class InprocConnection(Connection):
             memory = memory[aligned(len(buffer)) :]
         return copies
 
-    def _put(self, frames: Frames, nbytes: int, timeout: float | None) -> None:
+    def _put(
+        self, frames: Frames, nbytes: int, timeout: float | None, before_waiting: Callable[[], None] | None
+    ) -> None:
+        if before_waiting is not None and self._queued_bytes >= self._pending_limit:
+            before_waiting()
         with self._changed:
             room = self._changed.wait_for(
                 lambda: self._closed_because or not self._queue or self._queued_bytes < self._pending_limit,

@@ -52,6 +52,7 @@ MAX_HEADER = 16 << 20
 MAX_BUFFERS = 1 << 20
 _INBOX = 256 << 10
 _IOV_MAX = 1024
+_LIVELY = 1e-3  # messages at most this many seconds apart count as close
 
 GREETING = struct.Struct("<4sHI")  # magic, wire version, length of what follows
 GREETING_MAGIC = b"TGRD"
@@ -77,7 +78,8 @@ class StreamConnection(Connection):
         self._readable = select.poll()
         self._readable.register(self._fd, select.POLLIN)
         self._max_spin = options.spin if (os.cpu_count() or 1) > 1 else 0.0
-        self._spin = self._max_spin
+        self._lively = True  # whether the last message followed the one before it closely
+        self._last_message = 0.0
         self._messages_in = self._bytes_in = 0
         self._private_pool = SegmentPool(options.pool_bytes, shared=False)
         # Guards the order of bytes on the socket, and the fields below. Held while a message is written;
@@ -88,7 +90,9 @@ class StreamConnection(Connection):
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def write(self, frames: Frames, timeout: float | None = None) -> int:
+    def write(
+        self, frames: Frames, timeout: float | None = None, before_waiting: Callable[[], None] | None = None
+    ) -> int:
         deadline = None if timeout is None else time.monotonic() + timeout
         nbytes = sum(len(b) for b in frames.buffers)
         if nbytes > self._limit:
@@ -97,7 +101,7 @@ class StreamConnection(Connection):
                 "send it in parts, or raise Options.max_message_bytes on both workers"
             )
         lane = self._fill_lane(frames, nbytes)
-        if not self._write_lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+        if not self._take_write_lock(timeout, before_waiting):
             self._give_back_lane(lane)
             raise TimeoutError(f"worker {self.peer.name!r} takes no messages: {timeout:.1f} s were not enough")
         handed_over = False
@@ -105,7 +109,7 @@ class StreamConnection(Connection):
             if self._closed_because:
                 raise ConnectionClosedError(self._closed_because)
             parts, ancillary = self._compose(frames, nbytes, lane)
-            handed_over = not self._write_parts(parts, ancillary, deadline)
+            handed_over = not self._write_parts(parts, ancillary, deadline, before_waiting)
             self._messages_out += 1
             self._bytes_out += nbytes + len(frames.header)
         finally:
@@ -126,7 +130,20 @@ class StreamConnection(Connection):
         """The bytes of a message and the ancillary data beside them; the write lock is held."""
         return inline_parts(frames, nbytes), []
 
-    def _write_parts(self, parts: list[Buffer], ancillary: list[Any], deadline: float | None) -> bool:
+    def _take_write_lock(self, timeout: float | None, before_waiting: Callable[[], None] | None) -> bool:
+        if self._write_lock.acquire(blocking=False):
+            return True
+        if before_waiting is not None:
+            before_waiting()
+        return self._write_lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+
+    def _write_parts(
+        self,
+        parts: list[Buffer],
+        ancillary: list[Any],
+        deadline: float | None,
+        before_waiting: Callable[[], None] | None = None,
+    ) -> bool:
         """Writes everything; False if the time was over and another thread took the rest and the lock."""
         writable: Any = None
         try:
@@ -135,6 +152,8 @@ class StreamConnection(Connection):
                     sent = self._sock.sendmsg(parts[:_IOV_MAX], ancillary)
                 except BlockingIOError:
                     if writable is None:
+                        if before_waiting is not None:
+                            before_waiting()
                         writable = select.poll()
                         writable.register(self._fd, select.POLLOUT)
                     left = None if deadline is None else deadline - time.monotonic()
@@ -173,32 +192,33 @@ class StreamConnection(Connection):
 
     def read(self, timeout: float | None) -> list[Frames]:
         frames: list[Frames] = []
-        clock = time.monotonic
-        began = clock() if timeout != 0 else 0.0
-        spun = False
+        began = now = time.monotonic()
+        spin_until = began + (self._max_spin if self._lively else 0.0)
         while True:
             if self._receive_some():
                 self._parse(frames)
                 if frames:
                     self._messages_in += len(frames)
-                    if spun:
-                        self._spin = min(self._max_spin, self._spin * 2)
+                    now = time.monotonic()
+                    # Spinning pays where messages follow each other closely, and costs a core elsewhere.
+                    self._lively = now - self._last_message < _LIVELY
+                    self._last_message = now
                     return frames
                 continue
             if timeout == 0:
                 return frames
-            now = clock()
-            if now - began < self._spin and (timeout is None or now - began < timeout):
-                spun = True
-                os.sched_yield()
-                continue
-            if spun:
-                spun = False
-                self._spin = max(self._max_spin / 16, self._spin / 2)
+            now = time.monotonic()
             left = None if timeout is None else timeout - (now - began)
             if left is not None and left <= 0:
                 return frames
-            self._readable.poll(None if left is None else math.ceil(left * 1000))
+            if now < spin_until:
+                os.sched_yield()
+            else:
+                self._readable.poll(None if left is None else math.ceil(left * 1000))
+
+    @property
+    def linger(self) -> float:
+        return self._max_spin if self._lively else 0.0
 
     def _receive(self, target: memoryview) -> int:
         return self._sock.recv_into(target)
