@@ -40,7 +40,10 @@ class Namespace:
         """The named globals with their versions, to be sent."""
         with self._lock:
             if not at_home:
-                return {name: (self._versions.get(name, 0), self._bound.get(name, variables[name])) for name in variables}
+                return {
+                    name: (self._versions.get(name, 0), self._bound.get(name, variables[name]))
+                    for name in variables
+                }
             for name, value in variables.items():
                 if name not in self._bound or self._bound[name] is not value:
                     self._bound[name] = value
@@ -131,7 +134,14 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         at_home = namespace.origin == self._namespaces.worker_id
         slots["__globals__"] = namespace.versions_of(slots["__globals__"], at_home=at_home)
         where = (namespace.origin, namespace.module)
-        return (_make_function, (code, where, base, closure), (where, state, slots), None, None, _set_function_state)
+        return (
+            _make_function,
+            (code, where, base, closure),
+            (where, state, slots),
+            None,
+            None,
+            _set_function_state,
+        )
 
 
 def _make_function(code: types.CodeType, where: tuple[int, str], base: dict[str, Any], closure: Any) -> Any:

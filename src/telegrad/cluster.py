@@ -73,7 +73,9 @@ class LocalCluster:
         everybody = [driver, *names]
         repeated = sorted({name for name in everybody if everybody.count(name) > 1})
         if repeated or not all(everybody):
-            raise ValueError(f"names must be unique and not empty; repeated: {repeated} (the caller's is {driver!r})")
+            raise ValueError(
+                f"names must be unique and not empty; repeated: {repeated} (the caller's is {driver!r})"
+            )
         self.names = tuple(names)
         self._transport = transport
         self._driver = driver
@@ -123,9 +125,12 @@ class LocalCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._undo.close()
-        self._worker = None
-        self._pids.clear()
+        try:
+            self._undo.close()
+        finally:
+            self._worker = None
+            self._in_process.clear()
+            self._pids.clear()
 
     def _make_current(self, undo: contextlib.ExitStack) -> None:
         token = current.worker_var.set(self._worker)
@@ -176,9 +181,13 @@ class LocalCluster:
             for name in missing:
                 status = server.status(self._pids[name])
                 if status is not None:
-                    raise ClusterError(f"worker {name!r} ended with status {status} before it joined; see its output above")
+                    raise ClusterError(
+                        f"worker {name!r} ended with status {status} before it joined; see its output above"
+                    )
             if missing and time.monotonic() > deadline:
-                raise ClusterError(f"workers {sorted(missing)} did not join within {self._start_timeout:.0f} s")
+                raise ClusterError(
+                    f"workers {sorted(missing)} did not join within {self._start_timeout:.0f} s"
+                )
             if missing:
                 time.sleep(pause)
                 pause = min(0.02, pause * 1.5)

@@ -41,7 +41,7 @@ class Options:
     pool_bytes: int = 1 * GIB
     """Free memory kept for reuse per connection, in bytes, before it is given back to the system."""
 
-    spin: float = 100e-6
+    spin: float = 300e-6
     """How long a thread that expects a message polls before it sleeps. Waking an idle core costs more
     than most messages; 0 never spins."""
     idle_thread_timeout: float = 5.0

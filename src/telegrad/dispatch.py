@@ -58,16 +58,25 @@ class Dispatch:
         return len(self._unanswered)
 
     def on_call(
-        self, connection: Connection, envelope: Envelope, frames: Frames, deadline: float | None, relieve: Callable[[], None] | None
+        self,
+        connection: Connection,
+        envelope: Envelope,
+        frames: Frames,
+        deadline: float | None,
+        relieve: Callable[[], None] | None,
     ) -> None:
         """Runs the function of a call and answers it. `relieve` ends the duty of this thread, if it is on one."""
         peer = connection.peer
         self._unanswered[envelope.id] = peer.name
         self.calls_served += 1
-        token = current.serving.set(current.Serving(peer.name, envelope.id, deadline, envelope.depth, relieve))
+        token = current.serving.set(
+            current.Serving(peer.name, envelope.id, deadline, envelope.depth, relieve)
+        )
         try:
             if deadline is not None and time.monotonic() > deadline:
-                raise CallTimeoutError("the call waited for a thread until its time was over, and was not run")
+                raise CallTimeoutError(
+                    "the call waited for a thread until its time was over, and was not run"
+                )
             if envelope.modes is None:
                 result, is_async = self._run(envelope, frames, relieve)
                 if not torch.is_grad_enabled():
@@ -83,11 +92,15 @@ class Dispatch:
         del frames
         if is_async:
             # The thread is free: whoever completes the future sends the answer.
-            result.add_done_callback(lambda future: self._submit(lambda: self._answer_future(connection, envelope, future)))
+            result.add_done_callback(
+                lambda future: self._submit(lambda: self._answer_future(connection, envelope, future))
+            )
         else:
             self._answer(connection, envelope, result)
 
-    def _run(self, envelope: Envelope, frames: Frames, relieve: Callable[[], None] | None) -> tuple[Any, bool]:
+    def _run(
+        self, envelope: Envelope, frames: Frames, relieve: Callable[[], None] | None
+    ) -> tuple[Any, bool]:
         try:
             call = self._codec.decode(envelope, frames)
         except DecodeError as error:
@@ -190,7 +203,9 @@ class Dispatch:
                 value = self.result(call)
             except BaseException as error:
                 # torch's futures carry Exceptions only
-                wrapped = error if isinstance(error, Exception) else RemoteError(f"{type(error).__name__}: {error}")
+                wrapped = (
+                    error if isinstance(error, Exception) else RemoteError(f"{type(error).__name__}: {error}")
+                )
                 future.fail(wrapped, f"the call of {call.function} on worker {call.peer!r}")
             else:
                 future.set_result(value)
@@ -215,4 +230,3 @@ class Dispatch:
             raise self._codec.decode_exception(body, call.peer)
         assert isinstance(body, Reply)
         return body.value
-

@@ -17,7 +17,7 @@ from typing import Any
 from .transport.base import Connection
 from .transport.poller import Poller
 
-PATIENCE = 2e-3  # seconds that a function may take before its thread is relieved
+PATIENCE = 5e-3  # seconds that a function may take before its thread is relieved
 
 
 class Duty:

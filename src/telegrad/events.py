@@ -32,23 +32,20 @@ class Events:
     """The subscribers of one worker."""
 
     def __init__(self) -> None:
-        # Replaced as a whole, never changed in place: `emit` reads it with no lock.
-        self._subscribers: tuple[Callable[[Event], None], ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self._subscribers)
+        # Replaced as a whole, never changed in place: it is read with no lock.
+        self.subscribers: tuple[Callable[[Event], None], ...] = ()
 
     def subscribe(self, subscriber: Callable[[Event], None]) -> Callable[[], None]:
         """Calls `subscriber` with each event, on the thread where it happens. Returns what ends it."""
-        self._subscribers = (*self._subscribers, subscriber)
+        self.subscribers = (*self.subscribers, subscriber)
 
         def unsubscribe() -> None:
-            self._subscribers = tuple(s for s in self._subscribers if s is not subscriber)
+            self.subscribers = tuple(s for s in self.subscribers if s is not subscriber)
 
         return unsubscribe
 
     def emit(self, event: Event) -> None:
-        for subscriber in self._subscribers:
+        for subscriber in self.subscribers:
             try:
                 subscriber(event)
             except Exception:  # a reader must never break the run

@@ -22,7 +22,9 @@ class Names:
 
     def __init__(self) -> None:
         # Only single operations on these, which are atomic; what is lost in a race is looked up again.
-        self._names: dict[Any, tuple[bytes, Any, str]] = {}  # function -> name, the object it is in, its name there
+        self._names: dict[
+            Any, tuple[bytes, Any, str]
+        ] = {}  # function -> name, the object it is in, its name there
         self._functions: dict[bytes, tuple[Any, Any, str]] = {}  # name -> function, the object it is in, ...
 
     def name_of(self, function: Any, *, same_main: bool) -> bytes:
@@ -67,7 +69,9 @@ class Names:
             return known[0]
         module_name, _, qualname = name.decode().partition(":")
         if module_name == "__main__" and "__mp_main__" in sys.modules:
-            module_name = "__mp_main__"  # what multiprocessing calls the script in the processes that it spawns
+            module_name = (
+                "__mp_main__"  # what multiprocessing calls the script in the processes that it spawns
+            )
         holder: Any = importlib.import_module(module_name)
         *path, last = qualname.split(".")
         for part in path:

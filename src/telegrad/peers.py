@@ -71,7 +71,9 @@ class Peers:
         if hello.group != self._hello.group:
             raise ConnectError(f"worker {self._hello.name!r} belongs to another group")
         if hello.to != self._hello.id:
-            raise ConnectError(f"this is worker {self._hello.name!r} with id {self._hello.id}, not id {hello.to}")
+            raise ConnectError(
+                f"this is worker {self._hello.name!r} with id {self._hello.id}, not id {hello.to}"
+            )
         return self._hello
 
     def _adopt(self, connection: Connection) -> None:
@@ -136,7 +138,9 @@ class Peers:
         connection = peer.connection
         if connection is not None:
             return connection
-        limit = self._options.connect_timeout if timeout is None else min(timeout, self._options.connect_timeout)
+        limit = (
+            self._options.connect_timeout if timeout is None else min(timeout, self._options.connect_timeout)
+        )
         if not peer.lock.acquire(timeout=max(limit, 0.0)):
             raise PeerLostError(f"worker {peer.member.name!r} did not answer within {limit:.1f} s")
         try:
@@ -170,7 +174,9 @@ class Peers:
                 raise
             except ConnectError as error:
                 errors.append(str(error))
-        raise ConnectError("; ".join(errors) or f"no transport in common (it listens at {list(member.addresses)})")
+        raise ConnectError(
+            "; ".join(errors) or f"no transport in common (it listens at {list(member.addresses)})"
+        )
 
     def is_alive(self, member: Member) -> bool:
         """Whether a worker answers at its addresses."""

@@ -51,6 +51,13 @@ class PendingCall:
     def left(self) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
+    def stop_reading(self) -> None:
+        """Passes the reading on, if its caller holds it since before the call was written."""
+        if self.reading:
+            self.reading = False
+            assert self.connection is not None
+            self.connection.pass_on()
+
     def leave_window(self) -> None:
         if self.window is not None:
             self.window.leave(self.nbytes, self.depth)
@@ -172,40 +179,41 @@ class Window:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._changed = threading.Condition()  # guards both below
+        self._lock = threading.Lock()  # guards both below
         self._bytes: dict[int, int] = {}
+        self._room = threading.Condition(self._lock)
         self._waiting = 0
 
     def enter(self, nbytes: int, depth: int, timeout: float | None) -> bool:
         """Counts the bytes in, when there is room (one message always fits); False if the time was over."""
-        with self._changed:
+        with self._lock:
             used = self._bytes.get(depth, 0)
             if used and used + nbytes > self._limit:
-                self._waiting += 1
-                try:
-                    if not self._changed.wait_for(lambda: self._has_room(nbytes, depth), timeout):
-                        return False
-                finally:
-                    self._waiting -= 1
-            self._bytes[depth] = self._bytes.get(depth, 0) + nbytes
+                if not self._wait_locked(nbytes, depth, timeout):
+                    return False
+                used = self._bytes.get(depth, 0)
+            self._bytes[depth] = used + nbytes
             return True
 
-    def _has_room(self, nbytes: int, depth: int) -> bool:
-        used = self._bytes.get(depth, 0)
-        return not used or used + nbytes <= self._limit
+    def _wait_locked(self, nbytes: int, depth: int, timeout: float | None) -> bool:
+        def has_room() -> bool:
+            used = self._bytes.get(depth, 0)
+            return not used or used + nbytes <= self._limit
+
+        self._waiting += 1
+        try:
+            return self._room.wait_for(has_room, timeout)
+        finally:
+            self._waiting -= 1
 
     def leave(self, nbytes: int, depth: int) -> None:
-        with self._changed:
-            left = self._bytes[depth] - nbytes
-            if left:
-                self._bytes[depth] = left
-            else:
-                del self._bytes[depth]
+        with self._lock:
+            self._bytes[depth] -= nbytes
             if self._waiting:
-                self._changed.notify_all()
+                self._room.notify_all()
 
     def bytes_in_flight(self) -> int:
-        with self._changed:
+        with self._lock:
             return sum(self._bytes.values())
 
 

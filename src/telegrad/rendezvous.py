@@ -31,7 +31,9 @@ from .messages import MAX_WORKER_ID, Member
 _PREFIX = "telegrad/"
 
 
-def open_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> tuple[Any, int, int | None]:
+def open_store(
+    init_method: str, rank: int, world_size: int | None, timeout: float
+) -> tuple[Any, int, int | None]:
     """The store behind an address, with the rank and world size that it names, if it does.
 
     `env://` reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, as torchrun sets them.
@@ -57,7 +59,9 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
         if not path or not os.path.isdir(os.path.dirname(path) or "."):
             raise RendezvousError(f"init_method {init_method!r}: its directory does not exist")
         return dist.FileStore(path, -1), rank, world_size
-    raise RendezvousError(f"init_method {init_method!r} is not understood; use env://, tcp://HOST:PORT or file:///PATH")
+    raise RendezvousError(
+        f"init_method {init_method!r} is not understood; use env://, tcp://HOST:PORT or file:///PATH"
+    )
 
 
 def _from_query(query: str, rank: int, world_size: int | None) -> tuple[int, int | None]:
@@ -85,7 +89,9 @@ def _open_env(rank: int, world_size: int | None, timeout: float) -> tuple[Any, i
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     # torchrun's own agent serves the store for its workers.
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.PrefixStore(f"telegrad/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", _connect_store(host, port, timeout))
+        store = dist.PrefixStore(
+            f"telegrad/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", _connect_store(host, port, timeout)
+        )
         return store, rank, world_size
     return _open_tcp(host, port, rank, timeout), rank, world_size
 
@@ -173,7 +179,9 @@ class Group:
         """A worker id that was never used in this group. The first to have a rank has the rank as its id."""
         if self.world_size is not None:
             if not 0 <= rank < self.world_size:
-                raise RendezvousError(f"rank {rank} is not within world_size {self.world_size}; ranks start at 0")
+                raise RendezvousError(
+                    f"rank {rank} is not within world_size {self.world_size}; ranks start at 0"
+                )
             if self._ask(lambda: self._store.add(f"incarnations/{rank}", 1)) == 1:
                 return rank
         id = int(self._ask(lambda: self._store.add("ids", 1))) - 1 + (self.world_size or 0)

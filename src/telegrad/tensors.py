@@ -89,7 +89,7 @@ def describe(tensor: torch.Tensor, keep: list[Any]) -> tuple[Any, ...] | None:
     nbytes = tensor.nbytes
     memory: Any
     if nbytes < SHARED_MEMORY_FROM:
-        memory = ctypes.string_at(tensor.data_ptr(), nbytes)
+        memory = bytearray(ctypes.string_at(tensor.data_ptr(), nbytes))  # which arrives writable
     else:
         memory = pickle.PickleBuffer(_view_of_memory(tensor.data_ptr(), nbytes, _PYBUF_WRITE))
         keep.append(tensor)
@@ -118,13 +118,15 @@ def rebuild(
 ) -> torch.Tensor:
     """The tensor that `describe` described."""
     dtype = _DTYPES[dtype_name]
-    if type(memory) is bytes:
-        tensor = torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
-        ctypes.memmove(tensor.data_ptr(), memory, len(memory))
+    if not len(memory):
+        tensor = torch.empty(shape, dtype=dtype)
     else:
-        # The buffer is ours alone and writable: the tensor stays where the transport put it.
-        tensor = torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
-        tensor = tensor.view(shape) if stride is None else tensor.as_strided(shape, stride)
+        # The memory is ours alone and writable: the tensor stays where pickle or the transport put it.
+        tensor = torch.frombuffer(memory, dtype=dtype)
+        if stride is not None:
+            tensor = tensor.as_strided(shape, stride)
+        elif len(shape) != 1:
+            tensor = tensor.view(shape)
     if device is not None and _have_device(device):
         tensor = tensor.to(device)
     if flags & _NEG:
@@ -144,7 +146,9 @@ def _have_device(name: str) -> bool:
     return (device.index or 0) < torch.accelerator.device_count()
 
 
-def _rebuild_parameter(data: torch.Tensor, requires_grad: bool, state: dict[str, Any] | None) -> torch.nn.Parameter:
+def _rebuild_parameter(
+    data: torch.Tensor, requires_grad: bool, state: dict[str, Any] | None
+) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(data, requires_grad)
     if state:
         parameter.__dict__.update(state)
@@ -177,7 +181,14 @@ def _reduce_sparse(tensor: torch.Tensor) -> Any:
         outer = tensor.crow_indices() if by_row else tensor.ccol_indices()
         inner = tensor.col_indices() if by_row else tensor.row_indices()
         layout = str(tensor.layout).removeprefix("torch.")
-        return _rebuild_compressed, (outer, inner, tensor.values(), tuple(tensor.shape), layout, requires_grad)
+        return _rebuild_compressed, (
+            outer,
+            inner,
+            tensor.values(),
+            tuple(tensor.shape),
+            layout,
+            requires_grad,
+        )
     return NotImplemented
 
 

@@ -57,7 +57,9 @@ class Threads:
         if self._closed:
             return
         self._started += 1
-        thread = threading.Thread(target=self._run, name=f"telegrad-{self._name}-{self._started}", daemon=True)
+        thread = threading.Thread(
+            target=self._run, name=f"telegrad-{self._name}-{self._started}", daemon=True
+        )
         self._threads.add(thread)
         # Not yet idle, but on its way: counted now, or every busy thread would start another one.
         self._idle += 1

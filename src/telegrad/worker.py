@@ -92,7 +92,9 @@ class Worker:
         self._roster = Roster(self._poller)
         self._codec = Codec(member.id, hello.main)
         self._pending = PendingCalls(member.name, self._on_expired)
-        self._dispatch = Dispatch(self._codec, self._pending, self.send, self._threads.submit, self.new_message_id)
+        self._dispatch = Dispatch(
+            self._codec, self._pending, self.send, self._threads.submit, self.new_message_id
+        )
         transports: list[Transport] = []
         if hub is not None:
             transports.append(InprocTransport(hub, self._threads.submit, options))
@@ -106,7 +108,13 @@ class Worker:
 
     @classmethod
     def start(
-        cls, name: str, group: Group, options: Options | None = None, *, rank: int = -1, hub: Hub | None = None
+        cls,
+        name: str,
+        group: Group,
+        options: Options | None = None,
+        *,
+        rank: int = -1,
+        hub: Hub | None = None,
     ) -> Worker:
         """Joins a group: takes a name and an id, listens, and tells the others.
 
@@ -154,38 +162,47 @@ class Worker:
         envelope: Envelope,
         body: Body,
         timeout: float | None,
-        admit: Callable[[int], float | None] | None = None,
-        before_waiting: Callable[[], None] | None = None,
+        call: PendingCall | None = None,
     ) -> None:
-        """Encodes a message and writes it. `admit` gets its size, may wait, and says how much time is left."""
-        if self.events:
+        """Encodes a message and writes it. `call` is what waits for its answer."""
+        if self.events.subscribers:
             self._emit("send", "started", envelope, connection)
         try:
             frames = self._codec.encode(envelope, body, connection.peer)
-            if admit is not None:
-                timeout = admit(sum(map(len, frames.buffers)))
-            nbytes = connection.write(frames, timeout, before_waiting)
+            if call is None:
+                nbytes = connection.write(frames, timeout)
+            else:
+                self._admit(call, sum(map(len, frames.buffers)))
+                nbytes = connection.write(frames, timeout, call.stop_reading)
         except BaseException as error:
-            if self.events:
+            if self.events.subscribers:
                 self._emit("send", "failed", envelope, connection, detail=repr(error))
             raise
-        if self.events:
+        if self.events.subscribers:
             self._emit("send", "complete", envelope, connection, nbytes)
 
-    def receive(self, message: Incoming, *, duty: Duty | None = None, here: PendingCall | None = None) -> None:
+    def receive(
+        self, message: Incoming, *, duty: Duty | None = None, here: PendingCall | None = None
+    ) -> None:
         """Decodes a message that was read and hands it to whoever it is for."""
         connection, envelope, frames, deadline, call = message
-        if self.events:
+        if self.events.subscribers:
             self._emit("receive", "started", envelope, connection, sum(map(len, frames.buffers)))
         if envelope.kind == Kind.CALL:
             self._dispatch.on_call(connection, envelope, frames, deadline, duty.relieve if duty else None)
         else:
             self._dispatch.on_answer(envelope, frames, call, may_run_callbacks=call is here)
-        if self.events:
+        if self.events.subscribers:
             self._emit("receive", "complete", envelope, connection)
 
     def _emit(
-        self, stage: str, phase: str, envelope: Envelope, connection: Connection, nbytes: int = 0, detail: str = ""
+        self,
+        stage: str,
+        phase: str,
+        envelope: Envelope,
+        connection: Connection,
+        nbytes: int = 0,
+        detail: str = "",
     ) -> None:
         kind = Kind(envelope.kind).name.lower()
         self.events.emit(Event(stage, phase, kind, envelope.id, connection.peer.name, nbytes, detail))
@@ -219,7 +236,7 @@ class Worker:
                     break
             else:
                 return
-            self._pass_on(connection)
+            connection.pass_on()
         finally:
             self._roster.end(duty)
 
@@ -255,23 +272,20 @@ class Worker:
                 found.append(Incoming(connection, envelope, frames, deadline, call))
         except TelegradError as error:
             level = logging.DEBUG if isinstance(error, ConnectionClosedError) else logging.WARNING
-            logger.log(level, "worker %r: the connection with %r ends: %s", self.name, connection.peer.name, error)
+            logger.log(
+                level, "worker %r: the connection with %r ends: %s", self.name, connection.peer.name, error
+            )
             connection.reading.release()
             for message in found:
                 self.receive(message)
             self._on_lost(connection, str(error))
             return []
         except BaseException:
-            self._pass_on(connection)
+            connection.pass_on()
             raise
         if not found:
-            self._pass_on(connection)
+            connection.pass_on()
         return found
-
-    def _pass_on(self, connection: Connection) -> None:
-        # In this order: an event that came before the release would find nobody to take it.
-        connection.reading.release()
-        connection.arm()
 
     def _take_answers(self, found: list[Incoming], here: PendingCall | None) -> list[Incoming]:
         """Completes the calls that were answered; returns the calls to be run. Runs no user's code but the
@@ -311,10 +325,10 @@ class Worker:
         """
         call = self._start_call(to, function, args, kwargs, timeout, None)
         if call.reading:
-            assert call.connection is not None
             call.reading = False
-            self._read_for(call, call.connection, call.left())
-        self._wait(call, None)
+            self._read_for(call, call.timeout)
+        if not call.done:
+            self._wait(call, None)
         return self._dispatch.result(call)
 
     def call_async(
@@ -355,36 +369,35 @@ class Worker:
         call.future = future
         if future is not None:
             future.call = call
-        connection = call.connection = self._peers.connect(peer, limit)
+        connection = call.connection = peer.connection or self._peers.connect(peer, limit)
+        call.window = peer.window
         envelope = Envelope(Kind.CALL, call.id, 0, limit, depth, current_modes())
-
-        def admit(nbytes: int) -> float | None:
-            nbytes += OVERHEAD_BYTES
-            if not peer.window.enter(nbytes, depth, call.left()):
-                raise TimeoutError(f"{peer.window.bytes_in_flight()} bytes of calls to it are unanswered")
-            call.window, call.nbytes = peer.window, nbytes
-            if future is None and nbytes < SHARED_MEMORY_FROM:
-                # The answer may be here before the write returns: be the one who reads it.
-                call.reading = connection.reading.acquire(blocking=False)
-                if call.reading:
-                    connection.disarm()
-            return call.left()
-
-        def stop_reading() -> None:
-            if call.reading:
-                call.reading = False
-                self._pass_on(connection)
 
         self._pending.add(call)
         try:
-            self.send(connection, envelope, Call(function, tuple(args), kwargs or None), limit, admit, stop_reading)
+            self.send(connection, envelope, Call(function, tuple(args), kwargs or None), limit, call)
         except BaseException as error:
-            stop_reading()
+            call.stop_reading()
             if self._pending.take(call.id) is not None:
                 call.leave_window()
                 raise self._translated(error, call, args, kwargs) from error
             # Else it was completed meanwhile, by the loss of the connection: the caller hears of that.
         return call
+
+    def _admit(self, call: PendingCall, nbytes: int) -> None:
+        """Before a call is written: waits for its place among the bytes in flight."""
+        nbytes += OVERHEAD_BYTES
+        window = call.window
+        call.window = None
+        if not window.enter(nbytes, call.depth, call.timeout):
+            raise TimeoutError(f"{window.bytes_in_flight()} bytes of calls to it are unanswered")
+        call.window, call.nbytes = window, nbytes
+        if call.future is None and nbytes < SHARED_MEMORY_FROM:
+            # The answer may be here before the write returns: be the one who reads it.
+            connection = call.connection
+            if connection.reading.acquire(blocking=False):
+                call.reading = True
+                connection.disarm()
 
     def _translated(
         self, error: BaseException, call: PendingCall, args: Sequence[Any], kwargs: dict[str, Any] | None
@@ -394,10 +407,14 @@ class Worker:
         if isinstance(error, EncodeError):
             culprit = self._codec.first_unsendable([*args, *(kwargs or {}).values()], call.connection.peer)
             what = "the function" if culprit is None else f"an argument, a {type(culprit).__name__},"
-            return EncodeError(f"{what} of the call of {call.function} on worker {call.peer!r} cannot be sent: {error}")
+            return EncodeError(
+                f"{what} of the call of {call.function} on worker {call.peer!r} cannot be sent: {error}"
+            )
         if isinstance(error, TransportError):
             self._on_lost(call.connection, str(error))
-            return PeerLostError(f"worker {call.peer!r} is gone, the call of {call.function} was not sent: {error}")
+            return PeerLostError(
+                f"worker {call.peer!r} is gone, the call of {call.function} was not sent: {error}"
+            )
         if isinstance(error, TimeoutError) and not isinstance(error, CallTimeoutError):
             late = call.timeout_error()
             late.add_note(str(error))
@@ -425,13 +442,18 @@ class Worker:
                 connection.arm()
             else:
                 connection.disarm()
-                self._read_for(call, connection, left)
+                self._read_for(call, left)
 
-    def _read_for(self, call: PendingCall, connection: Connection, timeout: float | None) -> None:
+    def _read_for(self, call: PendingCall, timeout: float | None) -> None:
         """Reads once on behalf of a call, by the thread that waits for it. `reading` is held, and released."""
+        connection = call.connection
+        assert connection is not None
         found = self._read(connection, timeout)
         if found:
-            self._pass_on(connection)
+            connection.pass_on()
+            if len(found) == 1 and found[0].call is call and call.future is None:
+                self.receive(found[0], here=call)  # what nearly always comes
+                return
             for message in self._take_answers(found, call):
                 self._hand_on(message)
 
@@ -451,7 +473,9 @@ class Worker:
 
     def _check_open(self) -> None:
         if self._closed_because:
-            raise NotStartedError(f"worker {self.name!r} {self._closed_because}; RPC has not been initialized any more")
+            raise NotStartedError(
+                f"worker {self.name!r} {self._closed_because}; RPC has not been initialized any more"
+            )
         if os.getpid() != self._pid:
             raise NotStartedError(
                 f"worker {self.name!r} belongs to process {self._pid}, of which this one is a fork; "

@@ -98,6 +98,11 @@ class Connection(ABC):
     def disarm(self) -> None:
         """Takes `arm` back. A call that is already under way may still come."""
 
+    def pass_on(self) -> None:
+        """Lets go of `reading` and arms. In this order: an event before the release would find nobody."""
+        self.reading.release()
+        self.arm()
+
     @abstractmethod
     def abort(self, reason: str = "closed") -> None:
         """Ends the connection at once. From any thread, any number of times; never blocks.
@@ -129,7 +134,9 @@ class Transport(ABC):
     name: str
 
     @abstractmethod
-    def listen(self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]) -> Listener:
+    def listen(
+        self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]
+    ) -> Listener:
         """Accepts peers: `answer` gets a peer's Hello and returns ours, or raises to refuse it with that text;
         `on_connection` gets the connection, not armed yet. Both are called on threads of the worker's.
 

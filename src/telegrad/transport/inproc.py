@@ -167,7 +167,9 @@ class InprocTransport(Transport):
         self._submit = submit
         self._options = options
 
-    def listen(self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]) -> Listener:
+    def listen(
+        self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]
+    ) -> Listener:
         def accept(hello: Hello, theirs: InprocConnection) -> InprocConnection:
             theirs.peer = answer(hello)
             ours = InprocConnection(hello, self._submit, self._options)

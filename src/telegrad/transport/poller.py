@@ -27,12 +27,13 @@ class _TimerSpec(ctypes.Structure):
 
 _libc.timerfd_settime.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(_TimerSpec), ctypes.c_void_p)
 
-_ARMED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+ARMED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 
 
 class Poller:
     def __init__(self) -> None:
         self._epoll = select.epoll()
+        self.watch = self._epoll.modify  # (descriptor, ARMED or 0): waits for one event on it, or for none
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._closed = False
         # Edge-triggered and never read: each write wakes one sleeping thread, or the next that goes to sleep.
@@ -56,12 +57,6 @@ class Poller:
     def unregister(self, fd: int) -> None:
         if self._callbacks.pop(fd, None) is not None and not self._closed:
             self._epoll.unregister(fd)
-
-    def arm(self, fd: int) -> None:
-        self._epoll.modify(fd, _ARMED)
-
-    def disarm(self, fd: int) -> None:
-        self._epoll.modify(fd, 0)
 
     def wake(self) -> None:
         """Lets one thread out of poll(). Takes no lock: finalisers call it."""

@@ -217,4 +217,3 @@ def copy_into(target: memoryview, buffer: bytes | bytearray | memoryview) -> Non
     source, keep = address_of(buffer)
     ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(target)), source, nbytes)
     del keep
-

@@ -39,10 +39,13 @@ from ..errors import (
 from ..events import logger
 from ..messages import WIRE_VERSION, Hello
 from .base import Buffer, Connection, ConnectionStatistics, Frames, Listener
-from .poller import Poller
+from .poller import ARMED, Poller
 from .shm import SegmentPool, aligned
 
 PREFIX = struct.Struct("<2sBBIIQ")
+_PREFIX_OF_ONE = struct.Struct("<2sBBIIQQ")  # with the table of one buffer
+_LENGTH = struct.Struct("<Q")
+_PREFIX_SIZE = PREFIX.size
 MAGIC = b"tg"
 MESSAGE, FORGET = 0, 1  # frame types
 INLINE, SHARED = 0, 1  # lanes
@@ -73,6 +76,7 @@ class StreamConnection(Connection):
         self._disposed = False
         # Guarded by `reading`:
         self._inbox = bytearray(_INBOX)
+        self._inbox_view = memoryview(self._inbox)
         self._start = self._end = 0  # what of the inbox was received and not yet parsed
         self._partial: _Partial | None = None
         self._readable = select.poll()
@@ -87,35 +91,43 @@ class StreamConnection(Connection):
         self._write_lock = threading.Lock()
         self._messages_out = self._bytes_out = 0
         poller.register(self._fd, self._on_event)
+        self._watch = poller.watch
 
     # -- writing ---------------------------------------------------------------------------------------
 
     def write(
         self, frames: Frames, timeout: float | None = None, before_waiting: Callable[[], None] | None = None
     ) -> int:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        nbytes = sum(len(b) for b in frames.buffers)
-        if nbytes > self._limit:
-            raise TooLargeError(
-                f"a message of {nbytes} bytes to worker {self.peer.name!r} is over the limit of {self._limit}; "
-                "send it in parts, or raise Options.max_message_bytes on both workers"
-            )
-        lane = self._fill_lane(frames, nbytes)
-        if not self._take_write_lock(timeout, before_waiting):
-            self._give_back_lane(lane)
-            raise TimeoutError(f"worker {self.peer.name!r} takes no messages: {timeout:.1f} s were not enough")
-        handed_over = False
+        header, buffers = frames.header, frames.buffers
+        nbytes = len(buffers[0]) if len(buffers) == 1 else sum(map(len, buffers))
+        if nbytes < SHARED_MEMORY_FROM and self._write_lock.acquire(blocking=False):
+            # Nearly all messages: small, and nobody else writes. In one piece, at one go.
+            rest: list[Buffer] = [_in_one_piece(header, buffers, nbytes)]
+            ancillary: list[Any] = []
+        else:
+            if nbytes > self._limit:
+                raise TooLargeError(
+                    f"a message of {nbytes} bytes to worker {self.peer.name!r} is over the limit of {self._limit}; "
+                    "send it in parts, or raise Options.max_message_bytes on both workers"
+                )
+            lane = self._fill_lane(frames, nbytes)
+            if not self._take_write_lock(timeout, before_waiting):
+                self._give_back_lane(lane)
+                raise TimeoutError(
+                    f"worker {self.peer.name!r} takes no messages: {timeout:.1f} s were not enough"
+                )
+            rest, ancillary = self._compose(frames, nbytes, lane)
+        done = True
         try:
             if self._closed_because:
                 raise ConnectionClosedError(self._closed_because)
-            parts, ancillary = self._compose(frames, nbytes, lane)
-            handed_over = not self._write_parts(parts, ancillary, deadline, before_waiting)
+            done = self._write_parts(rest, ancillary, timeout, before_waiting)
             self._messages_out += 1
-            self._bytes_out += nbytes + len(frames.header)
+            self._bytes_out += nbytes + len(header)
         finally:
-            if not handed_over:
+            if done:
                 self._write_lock.release()
-        if handed_over:
+        if not done:  # a thread of its own has the lock and the rest of the message now
             raise TimeoutError(f"worker {self.peer.name!r} did not take a message of {nbytes} bytes in time")
         return nbytes
 
@@ -141,21 +153,27 @@ class StreamConnection(Connection):
         self,
         parts: list[Buffer],
         ancillary: list[Any],
-        deadline: float | None,
-        before_waiting: Callable[[], None] | None = None,
+        timeout: float | None,
+        before_waiting: Callable[[], None] | None,
     ) -> bool:
         """Writes everything; False if the time was over and another thread took the rest and the lock."""
-        writable: Any = None
+        deadline = writable = None
         try:
-            while parts:
+            while True:
                 try:
-                    sent = self._sock.sendmsg(parts[:_IOV_MAX], ancillary)
+                    if len(parts) == 1 and not ancillary:
+                        sent = self._sock.send(parts[0])
+                        if sent == len(parts[0]):
+                            return True
+                    else:
+                        sent = self._sock.sendmsg(parts[:_IOV_MAX], ancillary)
                 except BlockingIOError:
                     if writable is None:
-                        if before_waiting is not None:
-                            before_waiting()
                         writable = select.poll()
                         writable.register(self._fd, select.POLLOUT)
+                        deadline = None if timeout is None else time.monotonic() + timeout
+                        if before_waiting is not None:
+                            before_waiting()
                     left = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:
                         self._leave_to_a_thread(parts, ancillary)
@@ -166,12 +184,13 @@ class StreamConnection(Connection):
                     continue
                 ancillary = []
                 parts = _behind(parts, sent)
+                if not parts:
+                    return True
         except OSError as error:
             if isinstance(error, TransportError):
                 raise
             self.abort(f"the connection with worker {self.peer.name!r} broke: {error}")
             raise ConnectionClosedError(self._closed_because) from error
-        return True
 
     def _leave_to_a_thread(self, parts: list[Buffer], ancillary: list[Any]) -> None:
         # Half a message is out, so the stream is of no use until the other half is; but the caller's time is
@@ -180,7 +199,7 @@ class StreamConnection(Connection):
 
         def finish() -> None:
             try:
-                self._write_parts(rest, ancillary, None)
+                self._write_parts(rest, ancillary, None, None)
             except ConnectionClosedError:
                 pass
             finally:
@@ -192,22 +211,24 @@ class StreamConnection(Connection):
 
     def read(self, timeout: float | None) -> list[Frames]:
         frames: list[Frames] = []
-        began = now = time.monotonic()
-        spin_until = began + (self._max_spin if self._lively else 0.0)
+        began = spin_until = -1.0
         while True:
-            if self._receive_some():
-                self._parse(frames)
-                if frames:
-                    self._messages_in += len(frames)
-                    now = time.monotonic()
-                    # Spinning pays where messages follow each other closely, and costs a core elsewhere.
-                    self._lively = now - self._last_message < _LIVELY
-                    self._last_message = now
+            if self._closed_because:
+                raise ConnectionClosedError(self._closed_because)
+            try:
+                if self._receive_some():
+                    self._parse(frames)
+                    if frames:
+                        self._on_messages(frames)
+                        return frames
+                    continue
+            except BlockingIOError:
+                if timeout == 0:
                     return frames
-                continue
-            if timeout == 0:
-                return frames
             now = time.monotonic()
+            if began < 0:
+                began = now
+                spin_until = now + (self._max_spin if self._lively else 0.0)
             left = None if timeout is None else timeout - (now - began)
             if left is not None and left <= 0:
                 return frames
@@ -215,6 +236,13 @@ class StreamConnection(Connection):
                 os.sched_yield()
             else:
                 self._readable.poll(None if left is None else math.ceil(left * 1000))
+
+    def _on_messages(self, frames: list[Frames]) -> None:
+        self._messages_in += len(frames)
+        now = time.monotonic()
+        # Spinning pays where messages follow each other closely, and costs a core elsewhere.
+        self._lively = now - self._last_message < _LIVELY
+        self._last_message = now
 
     @property
     def linger(self) -> float:
@@ -224,20 +252,20 @@ class StreamConnection(Connection):
         return self._sock.recv_into(target)
 
     def _receive_some(self) -> bool:
-        """Takes what the socket has, once; False if there is nothing."""
-        if self._closed_because:
-            raise ConnectionClosedError(self._closed_because)
+        """Takes what the socket has, once. Raises BlockingIOError if there is nothing."""
         partial = self._partial
         if partial is not None:
             target = partial.target()
+        elif self._end == 0:
+            target = self._inbox_view
         else:
             if self._end == len(self._inbox):
                 self._make_room(len(self._inbox) // 2)
-            target = memoryview(self._inbox)[self._end :]
+            target = self._inbox_view[self._end :]
         try:
             count = self._receive(target)
         except BlockingIOError:
-            return False
+            raise
         except OSError as error:
             self.abort(f"the connection with worker {self.peer.name!r} broke: {error}")
             raise ConnectionClosedError(self._closed_because) from error
@@ -258,6 +286,7 @@ class StreamConnection(Connection):
         left = self._inbox[self._start : self._end]
         if len(self._inbox) - len(left) < at_least:
             self._inbox = bytearray(len(left) + at_least)
+            self._inbox_view = memoryview(self._inbox)
         self._inbox[: len(left)] = left
         self._start, self._end = 0, len(left)
 
@@ -269,7 +298,7 @@ class StreamConnection(Connection):
                     return
                 frames.append(self._partial.frames())
                 self._partial = None
-            while self._end - self._start >= PREFIX.size and self._parse_one(frames):
+            while self._end - self._start >= _PREFIX_SIZE and self._parse_one(frames):
                 pass
         except ProtocolError as error:
             self.abort(f"closed the connection with worker {self.peer.name!r}: {error}")
@@ -280,14 +309,25 @@ class StreamConnection(Connection):
     def _parse_one(self, frames: list[Frames]) -> bool:
         inbox, start = self._inbox, self._start
         magic, type_, lane, count, header_length, body_length = PREFIX.unpack_from(inbox, start)
-        check_prefix(magic, type_, count, header_length, body_length, self._limit)
-        head = PREFIX.size + 8 * count + (SHARED_PLACE.size if lane == SHARED else 0) + header_length
+        if (
+            magic != MAGIC
+            or type_ > FORGET
+            or header_length > MAX_HEADER
+            or count > MAX_BUFFERS
+            or body_length > self._limit
+        ):
+            raise _bad_prefix(magic, type_, count, header_length, body_length, self._limit)
+        head = _PREFIX_SIZE + 8 * count + header_length
+        if lane == SHARED:
+            head += SHARED_PLACE.size
         if self._end - start < head:
             if start + head > len(inbox):
                 self._make_room(head)
             return False
-        at = start + PREFIX.size
-        lengths = struct.unpack_from(f"<{count}Q", inbox, at)
+        at = start + _PREFIX_SIZE
+        lengths = (
+            _LENGTH.unpack_from(inbox, at) if count == 1 else struct.unpack_from(f"<{count}Q", inbox, at)
+        )
         at += 8 * count
         if lane == SHARED:
             place = SHARED_PLACE.unpack_from(inbox, at)
@@ -309,6 +349,10 @@ class StreamConnection(Connection):
             self._partial.take(memoryview(inbox)[at : self._end])
             self._start = self._end = 0
             return False
+        if count == 1:
+            self._start = at + body_length
+            frames.append(Frames(header, [inbox[at : self._start]]))
+            return True
         buffers: list[Buffer] = []
         for length in lengths:
             buffers.append(inbox[at : at + length])
@@ -330,14 +374,14 @@ class StreamConnection(Connection):
 
     def arm(self) -> None:
         try:
-            self._poller.arm(self._fd)
-        except (OSError, ValueError):
+            self._watch(self._fd, ARMED)
+        except (OSError, ValueError):  # not watched any more
             if not self._closed_because:
                 raise
 
     def disarm(self) -> None:
         try:
-            self._poller.disarm(self._fd)
+            self._watch(self._fd, 0)
         except (OSError, ValueError):
             if not self._closed_because:
                 raise
@@ -422,27 +466,31 @@ class _Partial:
 def inline_parts(frames: Frames, nbytes: int) -> list[Buffer]:
     """A message in the inline lane: in one piece if it is small, else in pieces that are not copied."""
     header, buffers = frames.header, frames.buffers
+    if nbytes < SHARED_MEMORY_FROM:
+        return [_in_one_piece(header, buffers, nbytes)]
     count = len(buffers)
     head = PREFIX.pack(MAGIC, MESSAGE, INLINE, count, len(header), nbytes)
     table = struct.pack(f"<{count}Q", *map(len, buffers))
-    if nbytes < SHARED_MEMORY_FROM:
-        return [b"".join((head, table, header, *buffers))]
     return [head + table + header, *(b for b in buffers if len(b))]
 
 
-def check_prefix(magic: bytes, type_: int, count: int, header: int, body: int, limit: int) -> None:
-    """Before anything is allocated.
+def _in_one_piece(header: bytes, buffers: Sequence[Buffer], nbytes: int) -> bytes:
+    if len(buffers) == 1:
+        head = _PREFIX_OF_ONE.pack(MAGIC, MESSAGE, INLINE, 1, len(header), nbytes, nbytes)
+        return b"".join((head, header, buffers[0]))
+    count = len(buffers)
+    head = PREFIX.pack(MAGIC, MESSAGE, INLINE, count, len(header), nbytes)
+    return b"".join((head, struct.pack(f"<{count}Q", *map(len, buffers)), header, *buffers))
 
-    Raises:
-        ProtocolError: no telegrad worker would send that.
-    """
-    if magic != MAGIC or type_ not in (MESSAGE, FORGET):
-        raise ProtocolError(f"a frame starts with {magic!r} and type {type_}, not with {MAGIC!r}")
-    if header > MAX_HEADER or count > MAX_BUFFERS or body > limit:
-        raise ProtocolError(
-            f"a frame announces a header of {header} bytes, {count} buffers and {body} bytes; "
-            f"the limits are {MAX_HEADER}, {MAX_BUFFERS} and {limit} (Options.max_message_bytes)"
-        )
+
+def _bad_prefix(magic: bytes, type_: int, count: int, header: int, body: int, limit: int) -> ProtocolError:
+    """What is wrong with a prefix; it was looked at before anything was allocated."""
+    if magic != MAGIC or type_ > FORGET:
+        return ProtocolError(f"a frame starts with {magic!r} and type {type_}, not with {MAGIC!r}")
+    return ProtocolError(
+        f"a frame announces a header of {header} bytes, {count} buffers and {body} bytes; "
+        f"the limits are {MAX_HEADER}, {MAX_BUFFERS} and {limit} (Options.max_message_bytes)"
+    )
 
 
 def _behind(parts: list[Buffer], sent: int) -> list[Buffer]:
@@ -551,7 +599,7 @@ class StreamListener(Listener):
         self._closed = False
         sock.setblocking(False)
         poller.register(sock.fileno(), self._on_event)
-        poller.arm(sock.fileno())
+        poller.watch(sock.fileno(), ARMED)
 
     def _on_event(self) -> None:
         with self._lock:
@@ -563,7 +611,7 @@ class StreamListener(Listener):
                 sock = None
                 if not isinstance(error, BlockingIOError):
                     logger.warning("accepting a connection at %s failed: %s", self.address, error)
-            self._poller.arm(self._sock.fileno())
+            self._poller.watch(self._sock.fileno(), ARMED)
         if sock is None:
             return
         sock.settimeout(self._options.connect_timeout)

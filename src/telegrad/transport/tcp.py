@@ -29,7 +29,9 @@ class TcpTransport(Transport):
         self._poller = poller
         self._options = options
 
-    def listen(self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]) -> Listener:
+    def listen(
+        self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]
+    ) -> Listener:
         def accept(sock: socket.socket) -> None:
             peer = welcome(sock, answer)
             on_connection(TcpConnection(sock, peer, self._poller, self._options))

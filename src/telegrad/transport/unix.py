@@ -74,9 +74,7 @@ class UnixConnection(StreamConnection):
         if lane is not None:
             lane.mark_free()
 
-    def _compose(
-        self, frames: Frames, nbytes: int, lane: Segment | None
-    ) -> tuple[list[Buffer], list[Any]]:
+    def _compose(self, frames: Frames, nbytes: int, lane: Segment | None) -> tuple[list[Buffer], list[Any]]:
         forget = self._compose_forget()
         if lane is None:
             return forget + inline_parts(frames, nbytes), []
@@ -146,7 +144,9 @@ class UnixTransport(Transport):
         self._poller = poller
         self._options = options
 
-    def listen(self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]) -> Listener:
+    def listen(
+        self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]
+    ) -> Listener:
         def accept(sock: socket.socket) -> None:
             _check_user(sock)
             peer = welcome(sock, answer)

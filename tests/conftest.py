@@ -1,0 +1,112 @@
+"""Fixtures: a cluster on any transport, a warm fork server for the session, and a leak check around every test."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import telegrad
+
+TRANSPORTS = ("inproc", "unix", "tcp")
+
+torch.set_num_threads(1)
+faulthandler.enable()
+
+
+def threads_now() -> set[str]:
+    return {f"{t.name} ({t.ident})" for t in threading.enumerate()}
+
+
+def descriptors_now() -> dict[str, str]:
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found[entry.name] = os.readlink(entry)
+        except OSError:
+            continue
+    return found
+
+
+def children_now() -> set[int]:
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        found.update(int(pid) for pid in (task / "children").read_text().split())
+    return found
+
+
+def shared_memory_now() -> set[str]:
+    maps = Path("/proc/self/maps").read_text()
+    return {line.split()[0] for line in maps.splitlines() if "memfd:telegrad" in line}
+
+
+def files_now() -> set[str]:
+    return {str(p) for p in Path(os.environ.get("TMPDIR", "/tmp")).glob("telegrad-*")}
+
+
+def settled(before: object, look: object, *, within: float = 3.0) -> set:
+    """What is there now that was not before, once it has had a moment to go."""
+    deadline = time.monotonic() + within
+    while True:
+        gc.collect()
+        extra = set(look()) - set(before)
+        if not extra or time.monotonic() > deadline:
+            return extra
+        threading.Event().wait(0.01)
+
+
+LOOKS = {
+    "threads": threads_now,
+    "file descriptors": descriptors_now,
+    "child processes": children_now,
+    "shared memory": shared_memory_now,
+    "files": files_now,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nothing may be left behind by a test. What a wider fixture holds was there before and does not count."""
+    # Fixtures of module and session scope that this test is the first to use come up before the first look.
+    for name in request.fixturenames:
+        if name in ("server", "module_cluster"):
+            request.getfixturevalue(name)
+    gc.collect()
+    before = {what: look() for what, look in LOOKS.items()}
+    yield
+    left = {}
+    for what, look in LOOKS.items():
+        extra = settled(before[what], look)
+        if extra:
+            names = descriptors_now() if what == "file descriptors" else {}
+            left[what] = sorted(f"{e} -> {names[e]}" if e in names else str(e) for e in extra)
+    assert not left, f"left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[telegrad.ForkServer]:
+    """One warm process that forks all workers of the tests."""
+    with telegrad.ForkServer() as server:
+        # It has imported torch once it has forked something.
+        with telegrad.LocalCluster(["warm"], server=server):
+            pass
+        yield server
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def cluster(transport: str, server: telegrad.ForkServer) -> Iterator[telegrad.LocalCluster]:
+    """Workers "a" and "b" and the caller's own "driver", on each transport."""
+    with telegrad.LocalCluster(["a", "b"], transport=transport, server=server) as cluster:
+        yield cluster
