@@ -19,6 +19,8 @@ TRANSPORTS = ("inproc", "unix", "tcp")
 
 torch.set_num_threads(1)
 faulthandler.enable()
+gc.collect()
+gc.freeze()  # what torch brought along is not looked at again: the leak check collects after every test
 
 
 def threads_now() -> set[str]:

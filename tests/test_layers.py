@@ -20,9 +20,11 @@ LAYERS = """
     cluster
     forkserver
     rpc autograd
-    worker
-    dispatch rref rendezvous gradients.engine
+    worker functions
+    dispatch peers rref gradients.engine
+    duty threads
     futures
+    pending rendezvous
     gradients.attach gradients.backward_pass
     gradients.nodes gradients.local_graph
     gradients.contexts
@@ -30,7 +32,8 @@ LAYERS = """
     transport.streams
     transport.shm transport.poller
     codec
-    by_value
+    names scripted
+    by_value tensors modes
     transport.base
     messages events
     current config

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from . import current
 from .config import Options
@@ -147,7 +147,7 @@ class LocalCluster:
         undo.callback(reset)
 
     def _start_in_process(self, undo: contextlib.ExitStack) -> None:
-        group = Group(dist.HashStore(), None, self._start_timeout)
+        group = Group(HashStore(), None, self._start_timeout)
         hub = Hub()
         for name in (self._driver, *self.names):
             worker = Worker.start(name, group, self._options, hub=hub)
@@ -158,7 +158,7 @@ class LocalCluster:
     def _start_processes(self, undo: contextlib.ExitStack) -> None:
         deadline = time.monotonic() + self._start_timeout
         server = self._given_server or undo.enter_context(ForkServer())
-        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         group = Group(store, None, self._start_timeout)
         self._worker = Worker.start(self._driver, group, self._options)
         undo.callback(self._worker.close, graceful=False)
@@ -202,7 +202,7 @@ def run_child(argument: bytes) -> None:
     torch.set_num_threads(1)
     end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: end.set())
-    store = dist.TCPStore("127.0.0.1", seat.port, None, False, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", seat.port, None, False, wait_for_workers=False)
     options = Options(**{**seat.options, "transports": tuple(seat.options["transports"])})
     worker = Worker.start(seat.name, Group(store, None, options.init_timeout), options)
     current.set_default_worker(worker)

@@ -6,6 +6,7 @@ the worker it runs on. Elsewhere the process's default worker (the one of init_r
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,11 +26,17 @@ class Serving:
     message_id: int
     deadline: float | None  # time.monotonic() by which the caller wants its answer
     depth: int  # 1 for a call made by a program's own code, 2 for one made while serving that, ...
-    relieve: Callable[[], None] | None = None  # to be called before this thread waits for anything
 
 
 worker_var: ContextVar[Worker | None] = ContextVar("telegrad_worker", default=None)
 serving: ContextVar[Serving | None] = ContextVar("telegrad_serving", default=None)
+
+
+class _Thread(threading.local):
+    relieve: Callable[[], None] | None = None  # ends this thread's duty (see duty.py); None: it has none
+
+
+thread = _Thread()
 
 _default: Worker | None = None  # written by set_default_worker() only
 

@@ -47,8 +47,13 @@ class Dispatch:
         self._new_id = new_id
         self._unanswered: dict[int, str] = {}  # calls being served, by id; its single operations are atomic
         self._slow: set[str] = set()  # functions that took long the last time
+        self._closed = False
         self.calls_served = 0
         self.late_answers = 0
+
+    def close(self) -> None:
+        """Runs no call any more that has not begun."""
+        self._closed = True
 
     # -- calls -----------------------------------------------------------------------------------------
 
@@ -58,32 +63,27 @@ class Dispatch:
         return len(self._unanswered)
 
     def on_call(
-        self,
-        connection: Connection,
-        envelope: Envelope,
-        frames: Frames,
-        deadline: float | None,
-        relieve: Callable[[], None] | None,
+        self, connection: Connection, envelope: Envelope, frames: Frames, deadline: float | None
     ) -> None:
-        """Runs the function of a call and answers it. `relieve` ends the duty of this thread, if it is on one."""
+        """Runs the function of a call and answers it."""
+        if self._closed:
+            return
         peer = connection.peer
         self._unanswered[envelope.id] = peer.name
         self.calls_served += 1
-        token = current.serving.set(
-            current.Serving(peer.name, envelope.id, deadline, envelope.depth, relieve)
-        )
+        token = current.serving.set(current.Serving(peer.name, envelope.id, deadline, envelope.depth))
         try:
             if deadline is not None and time.monotonic() > deadline:
                 raise CallTimeoutError(
                     "the call waited for a thread until its time was over, and was not run"
                 )
             if envelope.modes is None:
-                result, is_async = self._run(envelope, frames, relieve)
+                result, is_async = self._run(envelope, frames)
                 if not torch.is_grad_enabled():
                     torch.set_grad_enabled(True)  # what a function left behind must not meet the next one
             else:
                 with applied(envelope.modes):
-                    result, is_async = self._run(envelope, frames, relieve)
+                    result, is_async = self._run(envelope, frames)
         except BaseException as error:
             self._answer_failure(connection, envelope, error)
             return
@@ -98,9 +98,7 @@ class Dispatch:
         else:
             self._answer(connection, envelope, result)
 
-    def _run(
-        self, envelope: Envelope, frames: Frames, relieve: Callable[[], None] | None
-    ) -> tuple[Any, bool]:
+    def _run(self, envelope: Envelope, frames: Frames) -> tuple[Any, bool]:
         try:
             call = self._codec.decode(envelope, frames)
         except DecodeError as error:
@@ -111,16 +109,16 @@ class Dispatch:
         assert isinstance(call, Call)
         function = call.function
         name = getattr(function, "__qualname__", "")
-        if relieve is not None and name in self._slow:
-            relieve()
+        if name in self._slow and current.thread.relieve is not None:
+            current.thread.relieve()
         began = time.monotonic()
         result = function(*call.args, **call.kwargs) if call.kwargs else function(*call.args)
         self._remember(name, time.monotonic() - began)
         if hasattr(function, ASYNC_MARK):
             if not isinstance(result, torch._C.Future):
                 raise TypeError(
-                    "functions decorated with @rpc.functions.async_execution must return a torch.futures.Future object, "
-                    f"but got {type(result)}"
+                    "functions decorated with @rpc.functions.async_execution must return a "
+                    f"torch.futures.Future object, but got {type(result)}"
                 )
             return result, True
         return result, False
@@ -156,6 +154,7 @@ class Dispatch:
         envelope = Envelope(Kind.FAILURE, self._new_id(), call.id)
         text = "".join(traceback.format_exception(error))
         failure = self._codec.encode_exception(error, text, connection.peer)
+        error.__traceback__ = None  # whoever keeps the exception must not keep our frames, and what they hold
         try:
             self._send(connection, envelope, failure, None)
         except TransportError as lost:
@@ -180,9 +179,9 @@ class Dispatch:
         call.envelope, call.frames = envelope, frames
         self._complete(call, may_run_callbacks=may_run_callbacks)
 
-    def fail(self, call: PendingCall, error: BaseException) -> None:
+    def fail(self, call: PendingCall, make_error: Callable[[], BaseException]) -> None:
         """Completes a call that was taken out of the pending ones, with an error."""
-        call.error = error
+        call.make_error = make_error
         self._complete(call, may_run_callbacks=False)
 
     def _complete(self, call: PendingCall, *, may_run_callbacks: bool) -> None:
@@ -199,23 +198,25 @@ class Dispatch:
         future = call.future
         assert future is not None
         try:
-            try:
-                value = self.result(call)
-            except BaseException as error:
-                # torch's futures carry Exceptions only
-                wrapped = (
-                    error if isinstance(error, Exception) else RemoteError(f"{type(error).__name__}: {error}")
-                )
-                future.fail(wrapped, f"the call of {call.function} on worker {call.peer!r}")
-            else:
+            value = self._open_answer(call)
+            if call.make_error is None:
                 future.set_result(value)
+            else:
+                future.fail(_only_exceptions(call.make_error), f"the call of {call.function} on worker {call.peer!r}")
         finally:
             call.set_done()
 
     def result(self, call: PendingCall) -> Any:
         """The value of an answered call; raises what it failed with."""
-        if call.error is not None:
-            raise call.error
+        value = self._open_answer(call)
+        if call.make_error is not None:
+            raise call.make_error()
+        return value
+
+    def _open_answer(self, call: PendingCall) -> Any:
+        """Decodes the answer: the value, or None with `make_error` set."""
+        if call.make_error is not None:
+            return None
         envelope, frames = call.envelope, call.frames
         assert envelope is not None
         assert frames is not None
@@ -223,10 +224,28 @@ class Dispatch:
         try:
             body = self._codec.decode(envelope, frames)
         except DecodeError as error:
-            raise DecodeError(
+            text = (
                 f"the answer of worker {call.peer!r} to the call of {call.function} cannot be rebuilt here: {error}"
-            ) from error.__cause__
-        if isinstance(body, Failure):
-            raise self._codec.decode_exception(body, call.peer)
+            )
+            call.make_error = lambda: DecodeError(text)
+            return None
+        if type(body) is Failure:
+            failure, peer = body, call.peer
+            call.make_error = lambda: self._codec.decode_exception(failure, peer)
+            return None
         assert isinstance(body, Reply)
         return body.value
+
+
+def _only_exceptions(make_error: Callable[[], BaseException]) -> Callable[[], Exception]:
+    """torch's futures carry Exceptions only: a remote SystemExit must not end whoever waits for it elsewhere."""
+
+    def make() -> Exception:
+        error = make_error()
+        if isinstance(error, Exception):
+            return error
+        wrapped = RemoteError(f"{type(error).__name__}: {error}")
+        wrapped.__cause__ = error.__cause__
+        return wrapped
+
+    return make

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from . import current
 from .transport.base import Connection
 from .transport.poller import Poller
 
@@ -71,10 +72,17 @@ class Roster:
         poller.on_timer = self._on_timer
 
     def begin(self, duty: Duty) -> None:
+        """The calling thread goes on duty."""
         self._duties.add(duty)
+        current.thread.relieve = duty.relieve
 
     def end(self, duty: Duty) -> None:
         self._duties.discard(duty)
+        current.thread.relieve = None
+
+    def relieve_all(self) -> None:
+        for duty in list(self._duties):
+            duty.relieve()
 
     def leave(self, duty: Duty) -> None:
         """Lets a thread on duty run a function."""

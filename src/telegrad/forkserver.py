@@ -157,9 +157,10 @@ class ForkServer:
 
 
 def serve(fd: int, owner: int) -> None:
-    """The server's whole life: forks on request, reports who has ended, ends with its owner."""
-    from . import cluster  # noqa: F401  the point of this process: all is imported before the first fork
+    """The server's whole life: forks on request, reports who has ended, ends with its owner.
 
+    Importing this module has imported the whole package and torch, which is the point of this process.
+    """
     owner_fd = os.pidfd_open(owner)
     if os.getppid() != owner:
         return

@@ -56,9 +56,13 @@ class Future(torch.futures.Future[Any]):
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
 
+        def wake() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
         def on_done(_: object) -> None:
             try:
-                loop.call_soon_threadsafe(lambda: waiter.done() or waiter.set_result(None))
+                loop.call_soon_threadsafe(wake)
             except RuntimeError:
                 pass  # the loop was closed, and nobody awaits any more
 
@@ -73,13 +77,17 @@ class Future(torch.futures.Future[Any]):
         """Whether completing it runs users' code."""
         return self._has_callbacks
 
-    def fail(self, error: BaseException, description: str) -> None:
-        """Completes it with an error."""
-        failure = self._failure = _Failure(error, description)
+    def fail(self, make_error: Callable[[], BaseException], description: str) -> None:
+        """Completes it with an error, made anew for everyone who asks.
+
+        torch keeps the function below where the garbage collector cannot see it. An exception that it held
+        would hold the frames that it passed through, and with them this future, for ever.
+        """
+        failure = self._failure = _Failure(repr(make_error()), description)
 
         def unwrap(_: object) -> Any:
             failure.observed = True
-            raise failure.error
+            raise make_error()
 
         # torch calls this for everyone who asks for the value, wait_all() and collect_all() included.
         self._set_unwrap_func(unwrap)
@@ -89,11 +97,11 @@ class Future(torch.futures.Future[Any]):
         # A finaliser: it may run on any thread, under any lock, so it leaves a note and does no more.
         failure = getattr(self, "_failure", None)
         if failure is not None and not failure.observed and not self._has_callbacks:
-            self._log_later(f"{failure.description} failed, and nobody waited for it: {failure.error!r}")
+            self._log_later(f"{failure.description} failed, and nobody waited for it: {failure.error}")
 
 
 class _Failure:
-    def __init__(self, error: BaseException, description: str) -> None:
+    def __init__(self, error: str, description: str) -> None:
         self.error = error
         self.description = description
         self.observed = False

@@ -47,9 +47,8 @@ class Peers:
         self._transports = {transport.name: transport for transport in transports}
         self._options = options
         self._on_connection = on_connection
-        self._lock = threading.Lock()  # guards the four below
-        self._peers: dict[int, Peer] = {}
-        self._names: dict[str, int] = {}
+        self._lock = threading.Lock()  # guards the three below
+        self._known: dict[str | int, Peer] = {}  # by name and by id
         self._connections: set[Connection] = set()
         self._lost: set[int] = set()  # ids of workers that closed a connection or whose process died
         self._listeners: list[Listener] = []
@@ -84,7 +83,7 @@ class Peers:
         with self._lock:
             closed = self._closed
             self._connections.add(connection)
-            peer = self._peers.get(connection.peer.id)
+            peer = self._known.get(connection.peer.id)
             if peer is not None and peer.connection is None:
                 peer.connection = connection
         if closed:
@@ -100,14 +99,13 @@ class Peers:
         Raises:
             UnknownWorkerError: there is none in the group.
         """
-        if isinstance(to, WorkerInfo):
-            to = to.id
-        elif not isinstance(to, str | int):
-            to = int(to.id) if hasattr(to, "id") else str(to)  # torch's own WorkerInfo, or a mistake
-        id = self._names.get(to) if isinstance(to, str) else to
-        peer = self._peers.get(id) if id is not None else None
+        peer = self._known.get(to) if isinstance(to, str | int) else None
         if peer is not None:
             return peer
+        if not isinstance(to, str | int):  # a WorkerInfo, ours or torch's
+            if not hasattr(to, "id"):
+                raise UnknownWorkerError(f"a worker's name, id or WorkerInfo was expected, not {to!r}")
+            return self.find(int(to.id))
         member = self._group.find(to)
         if member is None:
             known = sorted(m.name for m in self._group.members())
@@ -118,15 +116,36 @@ class Peers:
 
     def _know(self, member: Member) -> Peer:
         with self._lock:
-            self._names[member.name] = member.id
-            peer = self._peers.get(member.id)
+            peer = self._known.get(member.id)
             if peer is None:
                 peer = Peer(member, Window(self._options.peer_byte_limit))
                 for connection in self._connections:
                     if connection.peer.id == member.id:
                         peer.connection = connection
-                self._peers[member.id] = peer
+            self._known[member.id] = self._known[member.name] = peer
             return peer
+
+    def reach(self, to: str | int | WorkerInfo, timeout: float | None) -> tuple[Peer, Connection]:
+        """The peer and a connection with it.
+
+        Raises:
+            UnknownWorkerError: there is none of that name.
+            PeerLostError: it cannot be reached any more.
+            VersionError: it speaks another wire version.
+        """
+        peer = self._known.get(to) if type(to) is str else None
+        if peer is None:
+            peer = self.find(to)
+        if peer.connection is not None:
+            return peer, peer.connection
+        try:
+            return peer, self.connect(peer, timeout)
+        except PeerLostError:
+            # The name may belong to a new incarnation by now.
+            again = self.find(to)
+            if again.member.id == peer.member.id:
+                raise
+            return again, self.connect(again, timeout)
 
     def connect(self, peer: Peer, timeout: float | None) -> Connection:
         """The connection with a peer, made if there is none yet.
@@ -198,7 +217,7 @@ class Peers:
                 return False
             self._connections.discard(connection)
             self._lost.add(connection.peer.id)
-            peer = self._peers.get(connection.peer.id)
+            peer = self._known.get(connection.peer.id)
         if peer is not None and peer.connection is connection:
             self._forget(peer)
         connection.dispose()
@@ -208,9 +227,9 @@ class Peers:
         """The next one who wants it looks again: the name may belong to a new incarnation by then."""
         with self._lock:
             peer.connection = None
-            self._peers.pop(peer.member.id, None)
-            if self._names.get(peer.member.name) == peer.member.id:
-                del self._names[peer.member.name]
+            for key in (peer.member.id, peer.member.name):
+                if self._known.get(key) is peer:
+                    del self._known[key]
 
     def is_lost(self, rank: int) -> bool:
         """Whether a rank of a group of fixed size is known to have died."""
@@ -218,7 +237,7 @@ class Peers:
 
     def bytes_in_flight(self) -> dict[str, int]:
         with self._lock:
-            peers = list(self._peers.values())
+            peers = set(self._known.values())
         return {p.member.name: n for p in peers if (n := p.window.bytes_in_flight())}
 
     def connections(self) -> list[Connection]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .errors import CallTimeoutError
@@ -13,6 +14,8 @@ from .transport.base import Connection, Frames
 
 if TYPE_CHECKING:
     from .futures import Future
+
+_making_wake = threading.Lock()  # two threads that wait for one call must wait for one lock
 
 OVERHEAD_BYTES = 1024  # counted for each call in flight beside its bytes: a million tiny calls are not free
 
@@ -25,7 +28,7 @@ class PendingCall:
     """
 
     __slots__ = (
-        "claimed", "connection", "deadline", "depth", "done", "envelope", "error", "frames", "function", "future", "id",
+        "claimed", "connection", "deadline", "depth", "done", "envelope", "frames", "function", "future", "id", "make_error",
         "nbytes", "peer", "reading", "timeout", "wake", "window",
     )  # fmt: skip
 
@@ -42,7 +45,7 @@ class PendingCall:
         self.future: Future | None = None
         self.envelope: Envelope | None = None
         self.frames: Frames | None = None
-        self.error: BaseException | None = None
+        self.make_error: Callable[[], BaseException] | None = None  # anew for everyone who asks
         self.claimed = False  # the answer was read, and is being handed on
         self.reading = False  # its caller holds the connection's reading since before it was written
         self.done = False
@@ -74,19 +77,21 @@ class PendingCall:
 
     def sleep(self, timeout: float | None) -> None:
         """Sleeps until set_done() or the timeout. One thread at a time per lock; each has its own turn."""
-        if self.wake is None:
-            lock = threading.Lock()
-            lock.acquire()
-            self.wake = lock
+        with _making_wake:
+            if self.wake is None:
+                self.wake = threading.Lock()
+                self.wake.acquire()
         wake = self.wake
         if not self.done and wake.acquire(timeout=-1 if timeout is None else timeout):
             wake.release()  # the next one who waits for the same call gets through too
 
-    def timeout_error(self) -> CallTimeoutError:
+    def timeout_error(self) -> Callable[[], CallTimeoutError]:
+        """Makes the error of a call whose time is over. It does not refer to the call: see Future.fail."""
         limit = int((self.timeout or 0) * 1000)
-        return CallTimeoutError(
+        return partial(
+            CallTimeoutError,
             f"no answer from worker {self.peer!r} to the call of {self.function}: "
-            f"RPC ran for more than set timeout ({limit} ms) and will now be marked with an error"
+            f"RPC ran for more than set timeout ({limit} ms) and will now be marked with an error",
         )
 
 

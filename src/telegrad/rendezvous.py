@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from .errors import NameTakenError, RendezvousError
 from .messages import MAX_WORKER_ID, Member
@@ -58,7 +58,7 @@ def open_store(
         path = url.netloc + url.path
         if not path or not os.path.isdir(os.path.dirname(path) or "."):
             raise RendezvousError(f"init_method {init_method!r}: its directory does not exist")
-        return dist.FileStore(path, -1), rank, world_size
+        return FileStore(path, -1), rank, world_size
     raise RendezvousError(
         f"init_method {init_method!r} is not understood; use env://, tcp://HOST:PORT or file:///PATH"
     )
@@ -89,7 +89,7 @@ def _open_env(rank: int, world_size: int | None, timeout: float) -> tuple[Any, i
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     # torchrun's own agent serves the store for its workers.
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.PrefixStore(
+        store = PrefixStore(
             f"telegrad/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", _connect_store(host, port, timeout)
         )
         return store, rank, world_size
@@ -101,7 +101,7 @@ def _open_tcp(host: str, port: int, rank: int, timeout: float) -> Any:
     if rank > 0:
         return _connect_store(host, port, timeout)
     try:
-        return dist.TCPStore(host, port, None, True, _seconds(timeout), wait_for_workers=False)
+        return TCPStore(host, port, None, True, _seconds(timeout), wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
         if rank == 0:
             raise RendezvousError(
@@ -126,7 +126,7 @@ def _connect_store(host: str, port: int, timeout: float) -> Any:
             time.sleep(0.02)
     try:
         left = max(1.0, deadline - time.monotonic())
-        return dist.TCPStore(host, port, None, False, _seconds(left), wait_for_workers=False)
+        return TCPStore(host, port, None, False, _seconds(left), wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
         raise RendezvousError(f"the program at {host}:{port} is not a store: {_first_line(error)}") from error
 
@@ -150,12 +150,12 @@ class Group:
     """The workers that share a store."""
 
     def __init__(self, store: Any, world_size: int | None, timeout: float) -> None:
-        self._store = dist.PrefixStore(_PREFIX, store)
+        self._store: Any = PrefixStore(_PREFIX, store)
         self.world_size = world_size
         self._timeout = timeout
         self._lock = threading.Lock()  # one request at a time: stores are not all safe with threads
         mine = uuid.uuid4().hex
-        self.name: str = self._ask(lambda: self._store.compare_set("group", "", mine)).decode()
+        self.name = self._compare_set("group", "", mine)
 
     def _ask(self, request: Callable[[], Any]) -> Any:
         try:
@@ -172,6 +172,11 @@ class Group:
 
         value: bytes | None = self._ask(request)
         return value
+
+    def _compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Sets the key if it is as expected (empty: not there); what it is then."""
+        value: bytes = self._ask(lambda: self._store.compare_set(key, expected, desired))
+        return value.decode()
 
     # -- joining and leaving ---------------------------------------------------------------------------
 
@@ -198,8 +203,7 @@ class Group:
         deadline = time.monotonic() + self._timeout
         expected = ""
         while True:
-            key, was = f"name/{name}", expected
-            owner = self._ask(lambda: self._store.compare_set(key, was, str(id))).decode()
+            owner = self._compare_set(f"name/{name}", expected, str(id))
             if owner == str(id):
                 return
             member = self.member(int(owner)) if owner else None
@@ -227,7 +231,7 @@ class Group:
         """Frees the name. The store may be gone by now; then there is nobody left to tell."""
         try:
             key = f"name/{member.name}"
-            self._ask(lambda: self._store.compare_set(key, str(member.id), ""))
+            self._compare_set(key, str(member.id), "")
             self._ask(lambda: self._store.delete_key(f"member/{member.id}"))
         except RendezvousError:
             pass

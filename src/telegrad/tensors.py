@@ -10,6 +10,7 @@ device where the receiver has it.
 from __future__ import annotations
 
 import ctypes
+import functools
 import pickle
 from typing import Any
 
@@ -22,12 +23,15 @@ _DTYPE_NAMES = {v: k for k, v in _DTYPES.items()}
 
 _REQUIRES_GRAD, _CONJ, _NEG = 1, 2, 4
 
-_view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
-_view_of_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_view_of_memory.restype = ctypes.py_object
-_PYBUF_WRITE = 0x200  # a read-only buffer would arrive read-only
+# Arrays, not memoryviews, as views of memory: where the garbage collector breaks up a cycle with a view of a
+# memoryview in it, Python 3.11 crashes.
+_array_type = functools.lru_cache(maxsize=4096)(lambda nbytes: ctypes.c_char * nbytes)
 
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+_BY_ROW = {torch.sparse_csr, torch.sparse_bsr}
+
+# A subclass that has a way of its own to be saved knows better than we do.
+_TORCHS_WAYS = {torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__}
 
 
 def reduce_tensor(tensor: torch.Tensor, keep: list[Any]) -> Any:
@@ -36,20 +40,24 @@ def reduce_tensor(tensor: torch.Tensor, keep: list[Any]) -> Any:
     `keep` gets whatever must live until the memory that pickle buffers point at was sent.
     """
     kind = type(tensor)
-    if kind is torch.Tensor:
+    if kind is torch.Tensor and not tensor.__dict__:
         return _reduce_plain(tensor, keep)
-    if kind is torch.nn.Parameter:
-        data = tensor.detach()
-        return _rebuild_parameter, (data, tensor.requires_grad, dict(tensor.__dict__) or None)
-    if hasattr(kind, "__tensor_flatten__"):
-        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = {name: getattr(tensor, name) for name in names}
-        return _rebuild_flattened, (kind, inner, context, tuple(tensor.shape), tensor.stride())
-    if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
-        return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
+        if kind.__reduce_ex__ not in _TORCHS_WAYS or kind.__reduce__ is not torch.Tensor.__reduce__:
+            return NotImplemented
+        if hasattr(kind, "__tensor_flatten__"):
+            return _reduce_flattened(tensor)
+        if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+            return NotImplemented
+        # detach() would keep the class, and as_subclass() alone the graph.
         plain = tensor.detach().as_subclass(torch.Tensor)
-        return _rebuild_subclass, (kind, plain, tensor.requires_grad, dict(tensor.__dict__) or None)
+        return _rebuild_subclass, (kind, plain, tensor.requires_grad, _state(tensor))
+
+
+def _state(tensor: torch.Tensor) -> Any:
+    """The attributes that a tensor was given, in its __dict__ or in slots; None if there are none."""
+    state = torch._utils._get_obj_state(tensor)
+    return dict(state) or None if isinstance(state, dict) else state
 
 
 def _reduce_plain(tensor: torch.Tensor, keep: list[Any]) -> Any:
@@ -60,8 +68,8 @@ def _reduce_plain(tensor: torch.Tensor, keep: list[Any]) -> Any:
 
 
 def describe(tensor: torch.Tensor, keep: list[Any]) -> tuple[Any, ...] | None:
-    """A plain tensor as the arguments of `rebuild`; None for one that has no strided memory of its own."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+    """A plain tensor as the arguments of `rebuild`; None for one with more to it than strided memory."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.__dict__:
         return None
     flags = 0
     if tensor.requires_grad:
@@ -80,20 +88,16 @@ def describe(tensor: torch.Tensor, keep: list[Any]) -> tuple[Any, ...] | None:
             return None
         device = str(tensor.device)
         tensor = tensor.cpu()
-    stride = None
-    if not tensor.is_contiguous():
-        if _is_dense(tensor):
-            stride = tensor.stride()
-        else:
-            tensor = tensor.contiguous()
+    if not tensor.is_contiguous() and not _is_dense(tensor):
+        tensor = tensor.contiguous()
     nbytes = tensor.nbytes
     memory: Any
     if nbytes < SHARED_MEMORY_FROM:
         memory = bytearray(ctypes.string_at(tensor.data_ptr(), nbytes))  # which arrives writable
     else:
-        memory = pickle.PickleBuffer(_view_of_memory(tensor.data_ptr(), nbytes, _PYBUF_WRITE))
+        memory = pickle.PickleBuffer(_array_type(nbytes).from_address(tensor.data_ptr()))
         keep.append(tensor)
-    return memory, _DTYPE_NAMES[dtype], tuple(tensor.shape), stride, flags, device
+    return memory, _DTYPE_NAMES[dtype], tuple(tensor.shape), tensor.stride(), flags, device
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -112,29 +116,29 @@ def rebuild(
     memory: Any,
     dtype_name: str,
     shape: tuple[int, ...],
-    stride: tuple[int, ...] | None,
+    stride: tuple[int, ...],
     flags: int,
     device: str | None,
 ) -> torch.Tensor:
     """The tensor that `describe` described."""
     dtype = _DTYPES[dtype_name]
     if not len(memory):
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
     else:
         # The memory is ours alone and writable: the tensor stays where pickle or the transport put it.
         tensor = torch.frombuffer(memory, dtype=dtype)
-        if stride is not None:
-            tensor = tensor.as_strided(shape, stride)
-        elif len(shape) != 1:
-            tensor = tensor.view(shape)
+        if len(shape) != 1:
+            # In place. What view() makes in no_grad could not be changed in place where gradients are recorded.
+            tensor.as_strided_(shape, stride)
     if device is not None and _have_device(device):
         tensor = tensor.to(device)
-    if flags & _NEG:
-        tensor = torch._neg_view(tensor)
-    if flags & _CONJ:
-        tensor = tensor.conj()
-    if flags & _REQUIRES_GRAD and not tensor.is_inference():
-        tensor = tensor.detach().requires_grad_() if flags != _REQUIRES_GRAD else tensor.requires_grad_()
+    if flags:
+        if flags & _NEG:
+            torch._C._set_neg(tensor, True)
+        if flags & _CONJ:
+            torch._C._set_conj(tensor, True)
+        if flags & _REQUIRES_GRAD:
+            tensor.requires_grad_()
     return tensor
 
 
@@ -146,28 +150,46 @@ def _have_device(name: str) -> bool:
     return (device.index or 0) < torch.accelerator.device_count()
 
 
-def _rebuild_parameter(
-    data: torch.Tensor, requires_grad: bool, state: dict[str, Any] | None
-) -> torch.nn.Parameter:
-    parameter = torch.nn.Parameter(data, requires_grad)
-    if state:
-        parameter.__dict__.update(state)
-    return parameter
-
-
 def _rebuild_subclass(
-    kind: type[torch.Tensor], plain: torch.Tensor, requires_grad: bool, state: dict[str, Any] | None
+    kind: type[torch.Tensor], plain: torch.Tensor, requires_grad: bool, state: Any
 ) -> torch.Tensor:
-    tensor = plain.as_subclass(kind)
-    if state:
-        tensor.__dict__.update(state)
-    return tensor.requires_grad_(requires_grad) if requires_grad else tensor
+    if kind is torch.Tensor:
+        tensor = plain.requires_grad_() if requires_grad else plain
+    else:
+        tensor = torch.Tensor._make_subclass(kind, plain, requires_grad)
+    if state is not None:
+        _set_state(tensor, state)
+    return tensor
+
+
+def _reduce_flattened(tensor: Any) -> Any:
+    """A wrapper of other tensors, taken apart in the way that torch.compile does it."""
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    outer = (tuple(tensor.shape), tensor.stride(), tensor.requires_grad)
+    return _rebuild_flattened, (type(tensor), inner, context, *outer)
 
 
 def _rebuild_flattened(
-    kind: Any, inner: dict[str, Any], context: Any, shape: tuple[int, ...], stride: tuple[int, ...]
+    kind: Any,
+    inner: dict[str, Any],
+    context: Any,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
 ) -> Any:
-    return kind.__tensor_unflatten__(inner, context, shape, stride)
+    tensor = kind.__tensor_unflatten__(inner, context, shape, stride)
+    if requires_grad and not tensor.requires_grad:
+        tensor.requires_grad_()
+    return tensor
+
+
+def _set_state(tensor: torch.Tensor, state: Any) -> None:
+    setter = getattr(type(tensor), "__setstate__", None)
+    if setter is not None and setter is not torch.Tensor.__setstate__:
+        setter(tensor, state)
+    else:
+        torch._utils._set_obj_state(tensor, state)
 
 
 def _reduce_sparse(tensor: torch.Tensor) -> Any:
@@ -177,18 +199,12 @@ def _reduce_sparse(tensor: torch.Tensor) -> Any:
         parts = (tensor._indices(), tensor._values())
         return _rebuild_coo, (*parts, tuple(tensor.shape), tensor.is_coalesced(), requires_grad)
     if tensor.layout in _COMPRESSED:
-        by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+        by_row = tensor.layout in _BY_ROW
         outer = tensor.crow_indices() if by_row else tensor.ccol_indices()
         inner = tensor.col_indices() if by_row else tensor.row_indices()
         layout = str(tensor.layout).removeprefix("torch.")
-        return _rebuild_compressed, (
-            outer,
-            inner,
-            tensor.values(),
-            tuple(tensor.shape),
-            layout,
-            requires_grad,
-        )
+        parts = (outer, inner, tensor.values())
+        return _rebuild_compressed, (*parts, tuple(tensor.shape), layout, requires_grad)
     return NotImplemented
 
 

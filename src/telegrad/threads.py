@@ -38,11 +38,14 @@ class Threads:
                 self._spawn_locked()
 
     def submit(self, task: Task) -> None:
-        """Runs a task on one of the threads. Takes the lock only to start the first thread."""
+        """Runs a task on one of the threads; on the caller's, when they have ended. Takes the lock only to
+        start the first thread."""
         self._tasks.append(task)
         if not self._threads:
             self.start()
         self._poller.wake()
+        if self._closed:
+            self._run_rest()
 
     def submit_from_finaliser(self, task: Task) -> None:
         """Like submit, but takes no lock at all. With no thread running, the task waits for the next one."""
@@ -121,6 +124,11 @@ class Threads:
             with self._lock:
                 self._idle += 1
 
+    def _run_rest(self) -> None:
+        """What nobody has taken: somebody may wait for it."""
+        while (rest := self._take()) is not None:
+            self._attempt(rest[0])
+
     def close(self, timeout: float) -> bool:
         """Ends the threads that are idle at once and the others when their task ends; waits for them.
 
@@ -133,4 +141,5 @@ class Threads:
         deadline = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._run_rest()
         return not any(t.is_alive() for t in threads)

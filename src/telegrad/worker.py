@@ -11,10 +11,12 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from . import current
@@ -85,6 +87,7 @@ class Worker:
         self._group = group
         self._pid = os.getpid()
         self._closed_because = ""
+        self._closing = threading.Lock()  # taken once and for all by close()
         self._ids = itertools.count((member.id << COUNTER_BITS) + 1)
         self._to_log: deque[str] = deque()  # from finalisers, which must not log themselves
         self._poller = Poller()
@@ -181,15 +184,14 @@ class Worker:
         if self.events.subscribers:
             self._emit("send", "complete", envelope, connection, nbytes)
 
-    def receive(
-        self, message: Incoming, *, duty: Duty | None = None, here: PendingCall | None = None
-    ) -> None:
-        """Decodes a message that was read and hands it to whoever it is for."""
+    def receive(self, message: Incoming, here: PendingCall | None = None) -> None:
+        """Decodes a message that was read and hands it to whoever it is for. `here` is the call that this
+        thread waits for; no other call's callbacks run on it."""
         connection, envelope, frames, deadline, call = message
         if self.events.subscribers:
             self._emit("receive", "started", envelope, connection, sum(map(len, frames.buffers)))
         if envelope.kind == Kind.CALL:
-            self._dispatch.on_call(connection, envelope, frames, deadline, duty.relieve if duty else None)
+            self._dispatch.on_call(connection, envelope, frames, deadline)
         else:
             self._dispatch.on_answer(envelope, frames, call, may_run_callbacks=call is here)
         if self.events.subscribers:
@@ -222,30 +224,25 @@ class Worker:
         try:
             linger = 0.0
             while found := self._read(connection, linger):
-                calls = self._take_answers(found, None)
+                called = any(message.envelope.kind == Kind.CALL for message in found)
+                duty.waiting.extend(found)
                 del found
-                if not calls:
-                    break
-                duty.waiting.extend(calls)
-                del calls
                 if not self._run_waiting(duty):
                     return
                 # Whoever called is likely to call again at once: to be there saves it a wake-up.
-                linger = connection.linger
+                linger = connection.linger if called else 0.0
                 if not linger:
-                    break
-            else:
-                return
-            connection.pass_on()
+                    connection.pass_on()
+                    return
         finally:
             self._roster.end(duty)
 
     def _run_waiting(self, duty: Duty) -> bool:
-        """Runs what was read; whether the thread is still on duty after it."""
+        """Hands on what was read, one after the other; whether the thread is still on duty after it."""
         while duty.waiting:
             message = duty.waiting.popleft()
             self._roster.leave(duty)
-            self.receive(message, duty=duty)
+            self.receive(message)
             del message
             if not duty.take_back():
                 return False
@@ -287,22 +284,11 @@ class Worker:
             connection.pass_on()
         return found
 
-    def _take_answers(self, found: list[Incoming], here: PendingCall | None) -> list[Incoming]:
-        """Completes the calls that were answered; returns the calls to be run. Runs no user's code but the
-        callbacks of `here`, the call that this thread waits for."""
-        calls = []
-        for message in found:
-            if message.envelope.kind == Kind.CALL:
-                calls.append(message)
-            else:
-                self.receive(message, here=here)
-        return calls
-
     def _on_lost(self, connection: Connection, reason: str) -> None:
         if self._peers.drop(connection):
             for call in self._pending.take_all(connection):
                 gone = f"worker {call.peer!r} is gone, with the call of {call.function} unanswered: {reason}"
-                self._dispatch.fail(call, PeerLostError(gone))
+                self._dispatch.fail(call, partial(PeerLostError, gone))
 
     # -- calls -----------------------------------------------------------------------------------------
 
@@ -359,17 +345,17 @@ class Worker:
     ) -> PendingCall:
         self._check_open()
         serving = current.serving.get()
-        if serving is not None and serving.relieve is not None:
-            serving.relieve()
+        if current.thread.relieve is not None:
+            current.thread.relieve()
         limit = effective_timeout(timeout, self.options.rpc_timeout, serving.deadline if serving else None)
         depth = serving.depth + 1 if serving else 1
-        peer = self._peers.find(to)
+        peer, connection = self._peers.reach(to, limit)
         name = getattr(function, "__qualname__", None) or repr(function)
         call = PendingCall(self.new_message_id(), name, peer.member.name, limit, depth)
         call.future = future
         if future is not None:
             future.call = call
-        connection = call.connection = peer.connection or self._peers.connect(peer, limit)
+        call.connection = connection
         call.window = peer.window
         envelope = Envelope(Kind.CALL, call.id, 0, limit, depth, current_modes())
 
@@ -387,14 +373,15 @@ class Worker:
     def _admit(self, call: PendingCall, nbytes: int) -> None:
         """Before a call is written: waits for its place among the bytes in flight."""
         nbytes += OVERHEAD_BYTES
-        window = call.window
-        call.window = None
+        window, connection = call.window, call.connection
+        assert window is not None
+        assert connection is not None
+        call.window = None  # until it is entered, there is nothing to leave
         if not window.enter(nbytes, call.depth, call.timeout):
             raise TimeoutError(f"{window.bytes_in_flight()} bytes of calls to it are unanswered")
         call.window, call.nbytes = window, nbytes
         if call.future is None and nbytes < SHARED_MEMORY_FROM:
             # The answer may be here before the write returns: be the one who reads it.
-            connection = call.connection
             if connection.reading.acquire(blocking=False):
                 call.reading = True
                 connection.disarm()
@@ -416,7 +403,7 @@ class Worker:
                 f"worker {call.peer!r} is gone, the call of {call.function} was not sent: {error}"
             )
         if isinstance(error, TimeoutError) and not isinstance(error, CallTimeoutError):
-            late = call.timeout_error()
+            late = call.timeout_error()()
             late.add_note(str(error))
             return late
         return error
@@ -451,11 +438,11 @@ class Worker:
         found = self._read(connection, timeout)
         if found:
             connection.pass_on()
-            if len(found) == 1 and found[0].call is call and call.future is None:
-                self.receive(found[0], here=call)  # what nearly always comes
-                return
-            for message in self._take_answers(found, call):
-                self._hand_on(message)
+            for message in found:
+                if message.envelope.kind == Kind.CALL:
+                    self._hand_on(message)
+                else:
+                    self.receive(message, call)
 
     def _on_expired(self, call: PendingCall) -> None:
         self._dispatch.fail(call, call.timeout_error())
@@ -515,7 +502,7 @@ class Worker:
         Raises:
             RendezvousError: some worker did not come to a graceful end in time. This one is closed all the same.
         """
-        if self._closed_because:
+        if not self._closing.acquire(blocking=False):
             return
         limit = self.options.shutdown_timeout if timeout is None else timeout
         try:
@@ -541,9 +528,10 @@ class Worker:
             return None if deadline is None else max(0.0, deadline - time.monotonic())
 
         fixed = self._group.world_size is not None
+        own = 0 if current.serving.get() is None else 1  # the call in which we are told to shut down
         if fixed:
             self._barrier("programs_done", left())
-        if not poll_until(lambda: not len(self._pending) and not self._dispatch.unanswered, left()):
+        if not poll_until(lambda: not len(self._pending) and self._dispatch.unanswered <= own, left()):
             raise RendezvousError(
                 f"worker {self.name!r} still waits for {len(self._pending)} answers and serves "
                 f"{self._dispatch.unanswered} calls after {timeout:.0f} s; use shutdown(graceful=False) to drop them"
@@ -569,14 +557,16 @@ class Worker:
         return [r for r in ranks if not self._group.arrived(barrier, r) and not self._peers.is_lost(r)]
 
     def _tear_down(self) -> None:
+        self._dispatch.close()
         self._peers.close()
         for end in self._self_ends:
             end.abort(f"worker {self.name!r} has shut down")
-        closed = PeerLostError(f"worker {self.name!r} was shut down before the call was answered")
+        closed = partial(PeerLostError, f"worker {self.name!r} was shut down before the call was answered")
         for call in self._pending.take_all(None):
             self._dispatch.fail(call, closed)
         self._pending.close()
         all_ended = self._threads.close(timeout=2.0)
+        self._roster.relieve_all()  # a thread that still runs a function must not keep the reading
         for connection in self._peers.connections():
             self._peers.drop(connection)
         self._group.leave(self.member)
