@@ -4,60 +4,110 @@ That is what `__main__` of a script or notebook holds when the callee does not r
 lambdas and closures. A function's module globals go along, into one lasting namespace at the callee per
 module and origin (the worker whose module it is), so that globals persist there from call to call, as a
 parameter server needs. A global travels when its origin binds it, and again when the origin binds it
-anew; what the callee has done to its copy stays otherwise. A function that is passed on to a third
-worker keeps its origin, so all who call it there share one namespace; back home it is in its own module.
+anew; what the callee has done to its copy stays otherwise. The same holds for the attributes of a class,
+taken together. A function that is passed on to a third worker keeps its origin, so all who call it there
+share one namespace; back home it is in its own module.
+
+`definitions.py` spares a callee what it has got already.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import sys
 import threading
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
-_MARK = "__telegrad_namespace__"
 MAIN = ("__main__", "__mp_main__")
+REGISTERED: set[str] = _cloudpickle._PICKLE_BY_VALUE_MODULES  # by cloudpickle.register_pickle_by_value()
+
+_MARK = "__telegrad_namespace__"
+_UNBOUND = object()
+CachedFunction = type(functools.lru_cache(abs))  # it says of itself that it can be imported from __main__
+
+
+def is_definition(obj: Any) -> bool:
+    """Whether it is what `def` or `class` makes."""
+    kind = type(obj)
+    return kind is types.FunctionType or issubclass(kind, type) or kind is CachedFunction
+
+
+def is_by_value(obj: Any) -> bool:
+    """Whether a function or class is of a module that a callee cannot import."""
+    module = getattr(obj, "__module__", None)
+    if module in MAIN:
+        return True
+    if not isinstance(module, str):
+        return False
+    if module not in sys.modules:
+        return True  # it came by value itself
+    return bool(REGISTERED) and _cloudpickle._is_registered_pickle_by_value(sys.modules[module])
+
+
+# -- globals ---------------------------------------------------------------------------------------------
 
 
 class Namespace:
     """The globals of one module of one origin, with a version for each name that has travelled."""
 
-    def __init__(self, origin: int, module: str, variables: dict[str, Any]) -> None:
+    def __init__(self, origin: int, module: str, variables: dict[str, Any], *, at_home: bool) -> None:
         self.origin = origin
         self.module = module
         self.variables = variables
-        self._lock = threading.Lock()  # guards both below
+        self._at_home = at_home
+        self._lock = threading.Lock()  # guards the writing of both below
         self._versions: dict[str, int] = {}
         self._bound: dict[str, Any] = {}  # what the origin bound each name to, when it last travelled
 
-    def versions_of(self, variables: dict[str, Any], *, at_home: bool) -> dict[str, tuple[int, Any]]:
-        """The named globals with their versions, to be sent."""
+    @property
+    def source(self) -> dict[str, Any]:
+        """What the origin binds, as far as it is known here; what is bound here otherwise does not travel."""
+        return self.variables if self._at_home else self._bound
+
+    @property
+    def base(self) -> dict[str, Any]:
+        """What a module has of itself."""
+        names = ("__package__", "__name__", "__path__", "__file__")
+        return {name: self.variables[name] for name in names if name in self.variables}
+
+    def bindings(self, names: Iterable[str]) -> dict[str, tuple[int, Any]]:
+        """The versions and values of those names that the origin has bound, to be sent."""
+        found = {}
         with self._lock:
-            if not at_home:
-                return {
-                    name: (self._versions.get(name, 0), self._bound.get(name, variables[name]))
-                    for name in variables
-                }
-            for name, value in variables.items():
-                if name not in self._bound or self._bound[name] is not value:
+            for name in names:
+                value = self.source.get(name, _UNBOUND)
+                if value is _UNBOUND:
+                    continue
+                if self._bound.get(name, _UNBOUND) is not value:  # at home only
                     self._bound[name] = value
                     self._versions[name] = self._versions.get(name, 0) + 1
-            return {name: (self._versions[name], self._bound[name]) for name in variables}
+                found[name] = (self._versions[name], value)
+        return found
 
     def adopt(self, received: dict[str, tuple[int, Any]]) -> None:
         """Binds the names that are new, or that the origin has bound anew."""
+        if self._at_home:
+            return  # the module itself knows best
         with self._lock:
             for name, (version, value) in received.items():
-                if name not in self._versions or version > self._versions[name]:
+                if version > self._versions.get(name, 0):
                     self._versions[name] = version
                     self._bound[name] = value
                     self.variables[name] = value
+
+    def adopt_definition(self, name: str, version: int, value: Any) -> Any:
+        """Binds a function or class by its name; returns the one object that stands for it here."""
+        self.adopt({name: (version, value)})
+        with self._lock:
+            return self._bound[name] if self._versions.get(name) == version else value
 
 
 class Namespaces:
@@ -65,50 +115,148 @@ class Namespaces:
 
     def __init__(self, worker_id: int) -> None:
         self.worker_id = worker_id
-        self._lock = threading.Lock()  # guards the dictionary
+        self._lock = threading.Lock()  # guards the writing of the dictionary
         self._namespaces: dict[tuple[int, str], Namespace] = {}
+
+    def find(self, origin: int, module: str) -> Namespace | None:
+        """The namespace, if it is one of this worker's own or was received."""
+        if origin == self.worker_id and module in sys.modules:
+            return self.get(origin, module, {})
+        return self._namespaces.get((origin, module))
 
     def get(self, origin: int, module: str, base: dict[str, Any]) -> Namespace:
         """The namespace, made on first use from what a module has of itself."""
         with self._lock:
             namespace = self._namespaces.get((origin, module))
+            at_home = origin == self.worker_id and module in sys.modules
+            if at_home:
+                variables = vars(sys.modules[module])
+                if namespace is not None and namespace.variables is not variables:
+                    namespace = None  # the module was imported anew, or another script runs as __main__
+            else:
+                variables = {**base, "__builtins__": __builtins__}
             if namespace is None:
-                if origin == self.worker_id and module in sys.modules:
-                    variables = vars(sys.modules[module])
-                else:
-                    variables = {**base, "__builtins__": __builtins__}
-                namespace = Namespace(origin, module, variables)
-                if origin != self.worker_id:
+                namespace = Namespace(origin, module, variables, at_home=at_home)
+                if not at_home:
                     variables[_MARK] = namespace
                 self._namespaces[origin, module] = namespace
             return namespace
 
-    def of(self, function: types.FunctionType) -> Namespace:
-        """The namespace that a function of this process belongs to."""
-        received = function.__globals__.get(_MARK)
+    def of(self, function: types.FunctionType) -> Namespace | None:
+        """The namespace that a function lives in; None if its globals are no module's."""
+        variables = function.__globals__
+        received = variables.get(_MARK)
         if isinstance(received, Namespace):
             return received
-        return self.get(self.worker_id, function.__module__ or "__main__", {})
+        # Not the function's __module__: that of a decorated function is not where its globals are.
+        name = variables.get("__name__")
+        if isinstance(name, str) and getattr(sys.modules.get(name), "__dict__", None) is variables:
+            return self.get(self.worker_id, name, {})
+        return None
+
+    def origin_of(self, definition: Any) -> int:
+        """The worker whose module a function or class is of."""
+        if isinstance(definition, type):
+            record = _classes.get(definition)
+            return self.worker_id if record is None or record.origin is None else record.origin
+        function = definition.__wrapped__ if type(definition) is CachedFunction else definition
+        received = getattr(function, "__globals__", {}).get(_MARK)
+        return received.origin if isinstance(received, Namespace) else self.worker_id
 
 
-_decoding = threading.local()
+# -- classes ---------------------------------------------------------------------------------------------
 
 
-class decoding:
-    """While it is entered, functions are rebuilt in these namespaces, on this thread."""
+class _ClassRecord:
+    """What is known of a class that has travelled."""
 
-    def __init__(self, namespaces: Namespaces) -> None:
-        self._namespaces = namespaces
-
-    def __enter__(self) -> None:
-        self._before = getattr(_decoding, "namespaces", None)
-        _decoding.namespaces = self._namespaces
-
-    def __exit__(self, *_: object) -> None:
-        _decoding.namespaces = self._before
+    def __init__(self, origin: int | None) -> None:
+        self.origin = origin  # None: it was made here
+        self.version = 0  # of its attributes
+        self.snapshot: weakref.ref[_ClassSnapshot] | None = None
 
 
-class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _ClassSnapshot:
+    """The attributes of a class as they were sent. Only definitions hold it, so it keeps no other class alive."""
+
+    def __init__(self, cls: type, record: _ClassRecord) -> None:
+        self._cls = cls
+        self._record = record
+        self._attributes = dict(cls.__dict__) if record.origin is None else {}
+        self.version = record.version
+
+    def is_current(self) -> bool:
+        if self._record.version != self.version:
+            return False
+        if self._record.origin is not None:
+            return True  # what is done to a class away from home does not travel
+        now = self._cls.__dict__
+        if len(now) != len(self._attributes):
+            return False
+        return all(now.get(name, _UNBOUND) is value for name, value in self._attributes.items())
+
+
+# Of the process, as the classes themselves and cloudpickle's list of them are.
+_classes: weakref.WeakKeyDictionary[type, _ClassRecord] = weakref.WeakKeyDictionary()
+_classes_lock = threading.Lock()  # guards the writing of it and of the records
+
+
+def _snapshot(cls: type) -> tuple[_ClassSnapshot, int | None]:
+    """The class as it is now, and its origin (None: this process)."""
+    with _classes_lock:
+        record = _classes.get(cls)
+        if record is None:
+            record = _classes[cls] = _ClassRecord(None)
+        last = None if record.snapshot is None else record.snapshot()
+        if last is not None and last.is_current():
+            return last, record.origin
+        if record.origin is None:
+            record.version += 1
+        snapshot = _ClassSnapshot(cls, record)
+        record.snapshot = weakref.ref(snapshot)
+        return snapshot, record.origin
+
+
+def _make_class(origin: int, make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
+    tracked = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(arguments[-2])
+    cls: type = make(*arguments) if tracked is None else tracked
+    with _classes_lock:
+        # A class that comes home has a record, since it was sent from here.
+        _classes.setdefault(cls, _ClassRecord(origin))
+    return cls
+
+
+def _set_class_state(cls: type, packed: tuple[int, Any]) -> None:
+    version, state = packed
+    record = _classes[cls]
+    if record.origin is None or record.version >= version:
+        return
+    _cloudpickle._class_setstate(cls, state)
+    with _classes_lock:  # at last: until then whoever meets the class completes it
+        record.version = max(record.version, version)
+
+
+# -- pickling --------------------------------------------------------------------------------------------
+
+
+class Dependencies:
+    """All bindings that went into a pickle: it is current as long as they are the same."""
+
+    def __init__(self) -> None:
+        self.bindings: list[tuple[dict[str, Any], str, Any]] = []
+        self.classes: list[_ClassSnapshot] = []
+
+    def add(self, variables: dict[str, Any], name: str) -> None:
+        self.bindings.append((variables, name, variables.get(name, _UNBOUND)))
+
+    def is_current(self) -> bool:
+        for variables, name, value in self.bindings:
+            if variables.get(name, _UNBOUND) is not value:
+                return False
+        return not self.classes or all(snapshot.is_current() for snapshot in self.classes)
+
+
+class ByValuePickler(cloudpickle.Pickler):
     """cloudpickle with our namespaces. `reduce` has the first word about every object."""
 
     def __init__(
@@ -118,52 +266,105 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         buffer_callback: Callable[[Any], Any] | None,
         namespaces: Namespaces,
         reduce: Callable[[Any], Any],
+        dependencies: Dependencies | None = None,
     ) -> None:
         super().__init__(file, 5, buffer_callback)
         self._namespaces = namespaces
         self._reduce = reduce
+        self._dependencies = dependencies or Dependencies()
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = self._reduce(obj)
-        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+        if reduced is not NotImplemented:
+            return reduced
+        if type(obj) is CachedFunction and is_by_value(obj):
+            return _make_cached, (obj.__wrapped__, obj.cache_parameters(), dict(obj.__dict__))
+        reduced = super().reducer_override(obj)
+        if isinstance(reduced, tuple) and reduced[-1] is _cloudpickle._class_setstate:
+            return self._dynamic_class_reduce(obj)
+        return reduced
 
     def _dynamic_function_reduce(self, func: types.FunctionType) -> Any:
+        names = _cloudpickle._extract_code_globals(func.__code__)
         namespace = self._namespaces.of(func)
-        code, base, _, _, closure = self._function_getnewargs(func)
+        source = func.__globals__ if namespace is None else namespace.source
+        for name in names:  # before they are read: what changes in between is seen as a change
+            self._dependencies.add(source, name)
+        if namespace is None:
+            return super()._dynamic_function_reduce(func)
+        code, _, _, _, closure = self._function_getnewargs(func)
         state, slots = _cloudpickle._function_getstate(func)
-        at_home = namespace.origin == self._namespaces.worker_id
-        slots["__globals__"] = namespace.versions_of(slots["__globals__"], at_home=at_home)
-        where = (namespace.origin, namespace.module)
-        return (
-            _make_function,
-            (code, where, base, closure),
-            (where, state, slots),
-            None,
-            None,
-            _set_function_state,
-        )
+        slots["__globals__"] = namespace.bindings(names)
+        where = (namespace.origin, namespace.module, namespace.base)
+        return _make_function, (code, where, closure), (state, slots), None, None, _set_function_state
+
+    def _dynamic_class_reduce(self, cls: type) -> Any:
+        snapshot, origin = _snapshot(cls)
+        self._dependencies.classes.append(snapshot)
+        make, arguments, state = _cloudpickle._dynamic_class_reduce(cls)[:3]
+        where = self._namespaces.worker_id if origin is None else origin
+        packed = (snapshot.version, state)
+        return _make_class, (where, make, arguments), packed, None, None, _set_class_state
 
 
-def _make_function(code: types.CodeType, where: tuple[int, str], base: dict[str, Any], closure: Any) -> Any:
-    namespace = _decoding.namespaces.get(*where, base)
-    return types.FunctionType(code, namespace.variables, None, None, closure)
+_decoding = threading.local()
 
 
-def _set_function_state(function: types.FunctionType, packed: Any) -> None:
-    where, state, slots = packed
-    namespaces: Namespaces = _decoding.namespaces
-    received = slots["__globals__"]
-    if where[0] != namespaces.worker_id:  # at home the module itself knows best
-        namespaces.get(*where, {}).adopt(received)
-    slots["__globals__"] = {}
-    _cloudpickle._function_setstate(function, (state, slots))
+class decoding:
+    """While it is entered, functions are rebuilt in these namespaces, and `defined` says what a number stands
+    for, on this thread. (A constructor that is run meanwhile may make calls of its own.)"""
+
+    def __init__(self, namespaces: Namespaces, defined: Callable[[int, int], Any]) -> None:
+        self._entered = (namespaces, defined)
+
+    def __enter__(self) -> None:
+        self._before = getattr(_decoding, "entered", None)
+        _decoding.entered = self._entered
+
+    def __exit__(self, *_: object) -> None:
+        _decoding.entered = self._before
+
+
+def defined(owner: int, number: int) -> Any:
+    """In a pickle: what a worker has defined under a number."""
+    return _decoding.entered[1](owner, number)
+
+
+def _make_function(code: types.CodeType, where: tuple[int, str, dict[str, Any]], closure: Any) -> Any:
+    namespaces: Namespaces = _decoding.entered[0]
+    return types.FunctionType(code, namespaces.get(*where).variables, None, None, closure)
+
+
+def _set_function_state(function: types.FunctionType, packed: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    state, slots = packed
+    received = slots.pop("__globals__")
+    namespace = _decoding.entered[0].of(function)
+    if namespace is not None:
+        namespace.adopt(received)
+    slots.pop("_cloudpickle_submodules")  # that they were unpickled has imported them
+    for cell, sent in zip(function.__closure__ or (), slots.pop("__closure__") or (), strict=True):
+        try:
+            cell.cell_contents = sent.cell_contents
+        except ValueError:
+            pass  # an empty cell
+    function.__dict__.update(state)
+    for name, value in slots.items():
+        setattr(function, name, value)
+
+
+def _make_cached(function: Any, parameters: dict[str, Any], attributes: dict[str, Any]) -> Any:
+    cached = functools.lru_cache(**parameters)(function)
+    cached.__dict__.update(attributes)
+    return cached
+
+
+# -- scripts ---------------------------------------------------------------------------------------------
 
 
 def main_script() -> str:
     """Which script runs as __main__ here; empty where there is none (interactive, or a forked worker)."""
-    main = sys.modules.get("__main__")
-    file = getattr(main, "__file__", None)
-    if not file or getattr(main, "__spec__", None) is not None:
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not file:
         return ""
     try:
         stat = os.stat(file)
@@ -172,13 +373,12 @@ def main_script() -> str:
     return f"{os.path.realpath(file)}:{stat.st_mtime_ns}:{stat.st_size}"
 
 
-def is_of_main(obj: Any) -> bool:
-    return getattr(obj, "__module__", None) in MAIN
-
-
-def main_attribute(qualname: str) -> Any:
-    """An object of this process's own __main__, by its name."""
-    obj: Any = sys.modules.get("__mp_main__") or sys.modules["__main__"]
+def module_attribute(module: str, qualname: str) -> Any:
+    """An object of one of this process's own modules, by its name."""
+    if module in MAIN:
+        # In processes that multiprocessing spawns, the script is called __mp_main__.
+        module = "__mp_main__" if "__mp_main__" in sys.modules else "__main__"
+    obj: Any = sys.modules[module]
     for part in qualname.split("."):
         obj = getattr(obj, part)
     return obj

@@ -1,11 +1,12 @@
 """Message to frames and back: the envelope as msgpack, the body as a pickle with large memory beside it.
 
-    encode(envelope, body)  -> Frames(header, [skeleton, buffer, ...])
+    encode(envelope, body)  -> Frames(header, [skeleton, definitions?, buffer, ...])
     open(frames)            -> Envelope          cheap, runs no user code: may be done while reading
     decode(frames)          -> body              runs users' constructors: never while reading
 
-The skeleton starts with the function's name, in a call whose function has one that the callee can look up.
-The values behind it are pickled in the first of these ways that can:
+The skeleton starts with the function's name, in a call whose function has one that the callee can look up
+(see names.py), or its number, where it was sent by value before (see definitions.py). The values behind it
+are pickled in the first of these ways that can:
 
     flat      each value is plain or a tensor; tensors' metadata lies beside the values
     nested    any picklable values, with tensors wherever they are
@@ -17,18 +18,19 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
-from .by_value import ByValuePickler, Namespaces, decoding, is_of_main, main_attribute
+from .by_value import ByValuePickler, Dependencies, Namespaces, decoding, is_by_value, is_definition
+from .config import SHARED_MEMORY_FROM
+from .definitions import Definitions, Outgoing
 from .errors import DecodeError, EncodeError, RemoteError, RemoteTraceback
 from .messages import Call, Envelope, Failure, Hello, Kind, Reply
 from .names import Names
-from .scripted import reduce_scripted
+from .scripted import is_scripted, reduce_scripted
 from .tensors import describe, rebuild, reduce_tensor
 from .transport.base import Buffer, Frames
 
@@ -38,8 +40,11 @@ _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 Body = Call | Reply | Failure
 BODIES: dict[int, type[Body]] = {Kind.CALL: Call, Kind.REPLY: Reply, Kind.FAILURE: Failure}
 
+_REPLY = int(Kind.REPLY)
+
 _HEAD = struct.Struct("<BH")  # what the values are, and the length of the function's name
 _FIELDS, _ARGS, _ARGS_AND_KWARGS = 0, 1, 2  # the body's fields; the arguments of a call by name
+_CARRIES = 0x80  # added to the above: the second buffer has definitions
 
 _FLAT = 1  # the first byte of flat values; a pickle's is 0x80
 _FLAT_BYTE = b"\x01"
@@ -51,12 +56,14 @@ class _ByValueError(Exception):
 
 
 class Codec:
-    """Of one worker."""
+    """Of one worker. Any number of threads encode and decode at once."""
 
     def __init__(self, worker_id: int, main: str) -> None:
-        self._namespaces = Namespaces(worker_id)
-        self._names = Names()
+        self._worker_id = worker_id
         self._main = main
+        self._names = Names()
+        self._namespaces = Namespaces(worker_id)
+        self._definitions = Definitions(self._namespaces, self._dump_definition)
 
     def encode(self, envelope: Envelope, body: Body, peer: Hello) -> Frames:
         """A message as frames.
@@ -64,17 +71,29 @@ class Codec:
         Raises:
             EncodeError: something in the body cannot be pickled.
         """
-        same_main = peer.main != "" and peer.main == self._main
-        name, values, shape = b"", None, _FIELDS
-        if type(body) is Call and (name := self._names.name_of(body.function, same_main=same_main)):
-            shape = _ARGS_AND_KWARGS if body.kwargs else _ARGS
-            values = (body.args, body.kwargs) if body.kwargs else body.args
-        else:
-            values = msgspec.structs.astuple(body)
-        keep: list[Any] = []
-        pickled, buffers = self._dump(values, keep, same_main)
+        message = Outgoing(peer.id, peer.main != "" and peer.main == self._main)
+        try:
+            name, values, shape = b"", None, _FIELDS
+            if type(body) is Call and (name := self._name_of(body.function, message)):
+                shape = _ARGS_AND_KWARGS if body.kwargs else _ARGS
+                values = (body.args, body.kwargs) if body.kwargs else body.args
+            else:
+                values = msgspec.structs.astuple(body)
+            pickled, buffers = self._dump(values, message)
+            if message.carried:
+                answered_as = envelope.id if envelope.kind == Kind.CALL else None
+                buffers = [self._definitions.carry(message, answered_as), *buffers]
+                shape |= _CARRIES
+        except EncodeError:
+            raise
+        except Exception as error:
+            raise EncodeError(f"{type(error).__name__}: {error}") from error
         skeleton = b"".join((_HEAD.pack(shape, len(name)), name, pickled))
-        return Frames(_encode_envelope(envelope), [skeleton, *[b.raw() for b in buffers]], keep)
+        return Frames(_encode_envelope(envelope), [skeleton, *buffers], message.keep)
+
+    def _name_of(self, function: Any, message: Outgoing) -> bytes:
+        name = self._names.name_of(function, same_main=message.same_main)
+        return name or self._definitions.name_of(function, message)
 
     def open(self, frames: Frames) -> Envelope:
         """The envelope.
@@ -93,11 +112,21 @@ class Codec:
         Raises:
             DecodeError: it cannot be rebuilt here.
         """
+        if envelope.kind == _REPLY:
+            self._definitions.on_answered(envelope.reply_to)
         try:
             skeleton, *buffers = frames.buffers
             shape, length = _HEAD.unpack_from(skeleton)
+            if shape & _CARRIES:
+                shape -= _CARRIES
+                carried, *buffers = buffers
+                with decoding(self._namespaces, self._definitions.get):
+                    self._definitions.receive(carried)
             start = _HEAD.size + length
-            function = self._names.resolve(bytes(skeleton[_HEAD.size : start])) if length else None
+            function = None
+            if length:
+                name = bytes(skeleton[_HEAD.size : start])
+                function = self._names.resolve(name) if name[0] else self._definitions.resolve(name)
             values = self._load(memoryview(skeleton)[start:], buffers)
             if shape == _FIELDS:
                 return BODIES[envelope.kind](*values)
@@ -107,22 +136,29 @@ class Codec:
 
     def encode_exception(self, error: BaseException, traceback: str, peer: Hello) -> Failure:
         """An exception as a body that can always be sent."""
+        message = Outgoing(peer.id, peer.main != "" and peer.main == self._main)
+        message.carried = None  # it is unpickled by itself, and perhaps never
         try:
-            pickled = self._dump_in_band(error, peer)
-        except EncodeError:
-            pickled = b""
+            pickled, _ = self._dump_nested((error,), message, in_band=True)
+        except Exception:
+            pickled = b""  # it arrives as a RemoteError
+        try:
+            text = str(error)
+        except Exception as reason:
+            text = f"(its text cannot be had: {type(reason).__name__})"
         name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
-        return Failure(pickled, name, str(error), traceback)
+        return Failure(pickled, name, text, traceback)
 
     def decode_exception(self, failure: Failure, worker: str) -> BaseException:
         """The exception of its own type where that can be rebuilt, else a RemoteError."""
-        error: Any = None
+        error: BaseException | None = None
         if failure.exception:
             try:
-                (error,) = self._load(memoryview(failure.exception), [])
+                (found,) = self._load(memoryview(failure.exception), [])
+                error = found if isinstance(found, BaseException) else None
             except Exception:
-                error = None  # a type that is not known here, or whose constructor wants other arguments
-        if not isinstance(error, BaseException):
+                pass  # a type that is not known here, or whose constructor wants other arguments
+        if error is None:
             error = RemoteError(f"{failure.type_name} on worker {worker!r}: {failure.text}")
         error.__cause__ = RemoteTraceback(worker, failure.traceback)
         return error
@@ -131,69 +167,136 @@ class Codec:
         """The first of the values that cannot be pickled, for an error message; None if all can."""
         for value in values:
             try:
-                self._dump_in_band(value, peer)
-            except EncodeError:
+                self._dump((value,), Outgoing(peer.id, peer.main != "" and peer.main == self._main))
+            except Exception:
                 return value
         return None
 
-    def _dump_in_band(self, value: Any, peer: Hello) -> bytes:
-        same_main = peer.main != "" and peer.main == self._main
-        pickled, buffers = self._dump((value,), [], same_main)
-        return pickled if not buffers else self._dump_nested((value,), [], same_main, in_band=True)[0]
-
-    def _dump(
-        self, values: tuple[Any, ...], keep: list[Any], same_main: bool
-    ) -> tuple[bytes, Sequence[pickle.PickleBuffer]]:
-        flat = _flatten(values, keep)
+    def _dump(self, values: tuple[Any, ...], message: Outgoing) -> tuple[bytes, Sequence[Buffer]]:
+        flat = _flatten(values, message.keep)
         if flat is None:
-            return self._dump_nested(values, keep, same_main, in_band=False)
+            return self._dump_nested(values, message, in_band=False)
         buffers: list[pickle.PickleBuffer] = []
-        return _FLAT_BYTE + pickle.dumps(flat, 5, buffer_callback=buffers.append), buffers
+        pickled = _FLAT_BYTE + pickle.dumps(flat, 5, buffer_callback=buffers.append)
+        return pickled, [buffer.raw() for buffer in buffers] if buffers else ()
 
     def _dump_nested(
-        self, values: tuple[Any, ...], keep: list[Any], same_main: bool, *, in_band: bool
-    ) -> tuple[bytes, list[pickle.PickleBuffer]]:
+        self, values: Any, message: Outgoing, *, in_band: bool
+    ) -> tuple[bytes, Sequence[Buffer]]:
+        buffers: list[Buffer] = []
+        on_buffer = None if in_band else _beside(buffers)
         file = io.BytesIO()
-        buffers: list[pickle.PickleBuffer] = []
         try:
-            _Pickler(file, None if in_band else buffers.append, keep, same_main).dump(values)
+            _Pickler(file, on_buffer, lambda obj: self._reduce(obj, message, by_value=False)).dump(values)
             return file.getvalue(), buffers
         except (_ByValueError, pickle.PicklingError, AttributeError, TypeError):
             pass  # and now with cloudpickle
-        except Exception as error:
-            raise EncodeError(f"{type(error).__name__}: {error}") from error
+        buffers.clear()
         file = io.BytesIO()
-        buffers = []
+        ByValuePickler(
+            file,
+            buffer_callback=on_buffer,
+            namespaces=self._namespaces,
+            reduce=lambda obj: self._reduce(obj, message, by_value=True),
+        ).dump(values)
+        return file.getvalue(), buffers
+
+    def _dump_definition(self, value: Any, made_of: Dependencies) -> bytes:
+        """Pickles a definition, with all that it needs."""
+        keep: list[Any] = []
+        file = io.BytesIO()
+        pickler = ByValuePickler(
+            file,
+            buffer_callback=None,
+            namespaces=self._namespaces,
+            reduce=lambda obj: _reduce_data(obj, keep, same_main=False),
+            dependencies=made_of,
+        )
         try:
-            ByValuePickler(
-                file,
-                buffer_callback=None if in_band else buffers.append,
-                namespaces=self._namespaces,
-                reduce=lambda obj: _reduce(obj, keep, same_main, by_value=True),
-            ).dump(values)
-            return file.getvalue(), buffers
+            pickler.dump(value)
         except Exception as error:
             raise EncodeError(f"{type(error).__name__}: {error}") from error
+        return file.getvalue()
+
+    def _reduce(self, obj: Any, message: Outgoing, *, by_value: bool) -> Any:
+        """What telegrad has to say about how an object is saved; NotImplemented: nothing."""
+        if is_definition(obj):
+            if is_by_value(obj):
+                reduced = self._definitions.reduce(obj, message)
+                if reduced is NotImplemented and not by_value:
+                    raise _ByValueError
+                return reduced
+            return NotImplemented
+        return _reduce_data(obj, message.keep, same_main=message.same_main)
 
     def _load(self, pickled: memoryview, buffers: Sequence[Buffer]) -> Any:
         if pickled[0] == _FLAT:
-            return _unflatten(pickle.loads(pickled[1:], buffers=buffers))
-        with decoding(self._namespaces):
-            return pickle.loads(pickled, buffers=buffers)
+            values, tensors = pickle.loads(pickled[1:], buffers=buffers)
+            return values if tensors is None else _ordinary(_unflatten, values, tensors)
+        with decoding(self._namespaces, self._definitions.get):
+            return _ordinary(pickle.loads, pickled, buffers=buffers)
+
+
+def _ordinary(load: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What is loaded in inference mode must not be an inference tensor: it may be kept beyond that."""
+    if not torch.is_inference_mode_enabled():
+        return load(*arguments, **options)
+    with torch.inference_mode(False):
+        return load(*arguments, **options)
+
+
+def _reduce_data(obj: Any, keep: list[Any], *, same_main: bool) -> Any:
+    kind = type(obj)
+    if issubclass(kind, torch.Tensor):
+        return reduce_tensor(obj, keep)
+    if is_scripted(obj):
+        return reduce_scripted(obj, same_main)
+    return NotImplemented
+
+
+def _beside(buffers: list[Buffer]) -> Callable[[pickle.PickleBuffer], bool]:
+    """Puts large memory beside the pickle. Small memory stays in it: there may be any number of small arrays."""
+
+    def on_buffer(buffer: pickle.PickleBuffer) -> bool:
+        memory = buffer.raw()
+        if memory.nbytes < SHARED_MEMORY_FROM:
+            return True
+        buffers.append(memory)
+        return False
+
+    return on_buffer
+
+
+class _Pickler(pickle.Pickler):
+    """The plain pickler. `reduce` has the first word about every object."""
+
+    def __init__(
+        self, file: io.BytesIO, on_buffer: Callable[[Any], Any] | None, reduce: Callable[[Any], Any]
+    ) -> None:
+        super().__init__(file, 5, buffer_callback=on_buffer)
+        self.reducer_override = reduce  # type: ignore[method-assign]
 
 
 def _flatten(values: tuple[Any, ...], keep: list[Any]) -> tuple[Any, ...] | None:
-    """(values with None for tensors, {position: tensor's description}); None if there is something else."""
+    """(values with None for tensors, {position: tensor's description}); None if there is something else.
+
+    A tensor that is there more than once is described once, and then by its first position.
+    """
     tensors: dict[int, Any] | None = None
     for position, value in enumerate(values):
         kind = type(value)
         if kind is torch.Tensor:
+            if tensors is None:
+                tensors = {}
+                seen: dict[int, int] = {}
+            elif id(value) in seen:
+                tensors[position] = seen[id(value)]
+                continue
             description = describe(value, keep)
             if description is None:
                 return None
-            if tensors is None:
-                tensors = {}
             tensors[position] = description
+            seen[id(value)] = position
         elif kind not in _PLAIN:
             return None
     if tensors is None:
@@ -201,42 +304,8 @@ def _flatten(values: tuple[Any, ...], keep: list[Any]) -> tuple[Any, ...] | None
     return tuple([None if position in tensors else value for position, value in enumerate(values)]), tensors
 
 
-def _unflatten(flat: tuple[Any, ...]) -> tuple[Any, ...]:
-    values, tensors = flat
-    if tensors is None:
-        return values  # type: ignore[no-any-return]
-    values = list(values)
+def _unflatten(values: tuple[Any, ...], tensors: dict[int, Any]) -> tuple[Any, ...]:
+    found = list(values)
     for position, description in tensors.items():
-        values[position] = rebuild(*description)
-    return tuple(values)
-
-
-class _Pickler(pickle.Pickler):
-    """The plain pickler, with tensors out of band."""
-
-    def __init__(
-        self, file: io.BytesIO, on_buffer: Callable[[Any], Any] | None, keep: list[Any], same_main: bool
-    ) -> None:
-        super().__init__(file, 5, buffer_callback=on_buffer)
-        self._keep = keep
-        self._same_main = same_main
-
-    def reducer_override(self, obj: Any) -> Any:
-        return _reduce(obj, self._keep, self._same_main, by_value=False)
-
-
-def _reduce(obj: Any, keep: list[Any], same_main: bool, *, by_value: bool) -> Any:
-    """What telegrad has to say about how an object is saved; NotImplemented: nothing."""
-    kind = type(obj)
-    if kind is types.FunctionType or issubclass(kind, type):
-        if is_of_main(obj):
-            if same_main and "<" not in obj.__qualname__:
-                return main_attribute, (obj.__qualname__,)
-            if not by_value:
-                raise _ByValueError
-        return NotImplemented
-    if issubclass(kind, torch.Tensor):
-        return reduce_tensor(obj, keep)
-    if kind is torch.jit.ScriptFunction or issubclass(kind, torch.jit.ScriptModule):
-        return reduce_scripted(obj, same_main)
-    return NotImplemented
+        found[position] = found[description] if type(description) is int else rebuild(*description)
+    return tuple(found)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -33,15 +33,33 @@ def applied(modes: Modes | None) -> Iterator[None]:
         if modes is None:
             yield
             return
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(modes.inference))
-            stack.enter_context(torch.set_grad_enabled(modes.grad))
-            for device, enabled, dtype in modes.autocast:
-                context = torch.autocast(
-                    device, getattr(torch, dtype), enabled=enabled, cache_enabled=modes.autocast_cache
-                )
-                stack.enter_context(context)
+        with torch.inference_mode(modes.inference), torch.set_grad_enabled(modes.grad), _autocast(modes):
             yield
     finally:
         if not torch.is_grad_enabled():
             torch.set_grad_enabled(True)
+
+
+@contextmanager
+def _autocast(modes: Modes) -> Iterator[None]:
+    """Not torch.autocast, which warns of a device type that is not here, and leaves it out. The mode may be meant
+    for a third worker, which is called from here."""
+    before = [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device, _, _ in modes.autocast
+    ]
+    cache = torch.is_autocast_cache_enabled()
+    torch.autocast_increment_nesting()
+    try:
+        for device, enabled, dtype in modes.autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, getattr(torch, dtype))
+        torch.set_autocast_cache_enabled(modes.autocast_cache)
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        for device, enabled, last_dtype in before:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, last_dtype)
+        torch.set_autocast_cache_enabled(cache)

@@ -8,13 +8,21 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
-from .by_value import MAIN
+from .by_value import MAIN, REGISTERED, CachedFunction, is_by_value
 
 _MOST = 10_000  # names remembered, before starting anew
 
-_NAMED_TYPES = (types.FunctionType, types.BuiltinFunctionType, type)
+_NAMED_TYPES = (types.FunctionType, types.BuiltinFunctionType, type, CachedFunction)
+
+
+class _Named(NamedTuple):
+    name: bytes
+    function: Any
+    holder: Any  # the module or class that it is in
+    attribute: str  # its name there
+    is_of_main: bool
 
 
 class Names:
@@ -22,21 +30,26 @@ class Names:
 
     def __init__(self) -> None:
         # Only single operations on these, which are atomic; what is lost in a race is looked up again.
-        self._names: dict[
-            Any, tuple[bytes, Any, str]
-        ] = {}  # function -> name, the object it is in, its name there
-        self._functions: dict[bytes, tuple[Any, Any, str]] = {}  # name -> function, the object it is in, ...
+        self._by_id: dict[
+            int, _Named
+        ] = {}  # the id of a function, not itself: a metaclass may define equality
+        self._by_name: dict[bytes, _Named] = {}
 
     def name_of(self, function: Any, *, same_main: bool) -> bytes:
         """The name under which a callee finds the function; empty if there is none."""
+        known = self._by_id.get(id(function))
+        if (
+            known is not None
+            and known.function is function
+            and getattr(known.holder, known.attribute, None) is function
+            and not REGISTERED
+        ):
+            return b"" if known.is_of_main and not same_main else known.name
         if not isinstance(function, _NAMED_TYPES):
             return b""
-        known = self._names.get(function)
-        if known is not None and getattr(known[1], known[2], None) is function:
-            name = known[0]
-        else:
-            name = self._look_for(function)
-        return b"" if name.startswith(b"__main__:") and not same_main else name
+        if is_by_value(function) and not (same_main and function.__module__ in MAIN):
+            return b""
+        return self._look_for(function)
 
     def _look_for(self, function: Any) -> bytes:
         module_name = getattr(function, "__module__", None)
@@ -50,11 +63,11 @@ class Names:
             for part in path:
                 holder = getattr(holder, part, None)
             if holder is not None and getattr(holder, last, None) is function:
-                shown = "__main__" if module_name in MAIN else module_name
-                name = f"{shown}:{qualname}".encode()
-                if len(self._names) >= _MOST:
-                    self._names.clear()
-                self._names[function] = (name, holder, last)
+                is_of_main = module_name in MAIN
+                name = f"{'__main__' if is_of_main else module_name}:{qualname}".encode()
+                if len(self._by_id) >= _MOST:
+                    self._by_id.clear()
+                self._by_id[id(function)] = _Named(name, function, holder, last, is_of_main)
                 return name
         return b""
 
@@ -64,20 +77,18 @@ class Names:
         Raises:
             ImportError, AttributeError: there is none.
         """
-        known = self._functions.get(name)
-        if known is not None and getattr(known[1], known[2], None) is known[0]:
-            return known[0]
+        known = self._by_name.get(name)
+        if known is not None and getattr(known.holder, known.attribute, None) is known.function:
+            return known.function
         module_name, _, qualname = name.decode().partition(":")
         if module_name == "__main__" and "__mp_main__" in sys.modules:
-            module_name = (
-                "__mp_main__"  # what multiprocessing calls the script in the processes that it spawns
-            )
+            module_name = "__mp_main__"  # what multiprocessing calls the script in processes that it spawns
         holder: Any = importlib.import_module(module_name)
         *path, last = qualname.split(".")
         for part in path:
             holder = getattr(holder, part)
         function = getattr(holder, last)
-        if len(self._functions) >= _MOST:
-            self._functions.clear()
-        self._functions[name] = (function, holder, last)
+        if len(self._by_name) >= _MOST:
+            self._by_name.clear()
+        self._by_name[name] = _Named(name, function, holder, last, module_name in MAIN)
         return function

@@ -8,20 +8,23 @@ from typing import Any
 
 import torch
 
-from .by_value import MAIN, main_attribute
+from .by_value import MAIN, module_attribute
+
+
+def is_scripted(obj: Any) -> bool:
+    return isinstance(obj, torch.jit.ScriptFunction | torch.jit.ScriptModule | torch.ScriptMethod)
 
 
 def reduce_scripted(obj: Any, same_main: bool) -> Any:
-    """How pickle should save a scripted function or module."""
+    """How pickle should save a scripted function, module or method."""
+    if isinstance(obj, torch.ScriptMethod):
+        return getattr, (torch.jit._recursive.wrap_cpp_module(obj.owner), obj.name)
     if isinstance(obj, torch.jit.ScriptFunction):
         # torch's own name for it: "__torch__.package.module.function", with no module for __main__
         *path, name = obj.qualified_name.removeprefix("__torch__.").split(".")
         module = ".".join(path) or "__main__"
-        if getattr(sys.modules.get(module), name, None) is obj:
-            if module not in MAIN:
-                return _attribute, (module, name)
-            if same_main:
-                return main_attribute, (name,)
+        if getattr(sys.modules.get(module), name, None) is obj and (module not in MAIN or same_main):
+            return _attribute, (module, name)
     file = io.BytesIO()
     torch.jit.save(obj, file)
     return _load, (file.getvalue(), isinstance(obj, torch.jit.ScriptFunction))
@@ -29,7 +32,7 @@ def reduce_scripted(obj: Any, same_main: bool) -> Any:
 
 def _attribute(module: str, name: str) -> Any:
     __import__(module)
-    return getattr(sys.modules[module], name)
+    return module_attribute(module, name)
 
 
 def _load(data: bytes, is_function: bool) -> Any:

@@ -196,15 +196,15 @@ def _reduce_sparse(tensor: torch.Tensor) -> Any:
     requires_grad = tensor.requires_grad
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
-        parts = (tensor._indices(), tensor._values())
-        return _rebuild_coo, (*parts, tuple(tensor.shape), tensor.is_coalesced(), requires_grad)
+        shape, coalesced = tuple(tensor.shape), tensor.is_coalesced()
+        return _rebuild_coo, (tensor._indices(), tensor._values(), shape, coalesced, requires_grad)
     if tensor.layout in _COMPRESSED:
         by_row = tensor.layout in _BY_ROW
         outer = tensor.crow_indices() if by_row else tensor.ccol_indices()
         inner = tensor.col_indices() if by_row else tensor.row_indices()
         layout = str(tensor.layout).removeprefix("torch.")
-        parts = (outer, inner, tensor.values())
-        return _rebuild_compressed, (*parts, tuple(tensor.shape), layout, requires_grad)
+        shape = tuple(tensor.shape)
+        return _rebuild_compressed, (outer, inner, tensor.values(), shape, layout, requires_grad)
     return NotImplemented
 
 
