@@ -204,6 +204,7 @@ class Dispatch:
             else:
                 future.fail(_only_exceptions(call.make_error), f"the call of {call.function} on worker {call.peer!r}")
         finally:
+            call.future = None  # the future refers to the call: without this, only the collector would find it
             call.set_done()
 
     def result(self, call: PendingCall) -> Any:

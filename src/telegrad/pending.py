@@ -41,7 +41,7 @@ class PendingCall:
         self.depth = depth
         self.connection: Connection | None = None
         self.window: Window | None = None
-        self.nbytes = 0
+        self.nbytes = 0  # counted in the window
         self.future: Future | None = None
         self.envelope: Envelope | None = None
         self.frames: Frames | None = None
@@ -62,9 +62,10 @@ class PendingCall:
             self.connection.pass_on()
 
     def leave_window(self) -> None:
-        if self.window is not None:
-            self.window.leave(self.nbytes, self.depth)
-            self.window = None
+        nbytes, self.nbytes = self.nbytes, 0
+        if nbytes:
+            assert self.window is not None
+            self.window.leave(nbytes, self.depth)
 
     def set_done(self) -> None:
         self.done = True

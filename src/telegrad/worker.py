@@ -376,10 +376,9 @@ class Worker:
         window, connection = call.window, call.connection
         assert window is not None
         assert connection is not None
-        call.window = None  # until it is entered, there is nothing to leave
         if not window.enter(nbytes, call.depth, call.timeout):
             raise TimeoutError(f"{window.bytes_in_flight()} bytes of calls to it are unanswered")
-        call.window, call.nbytes = window, nbytes
+        call.nbytes = nbytes
         if call.future is None and nbytes < SHARED_MEMORY_FROM:
             # The answer may be here before the write returns: be the one who reads it.
             if connection.reading.acquire(blocking=False):

@@ -273,10 +273,12 @@ def test_a_callback_may_call_and_wait(cluster):
 
 def test_callbacks_of_others_do_not_hold_up_a_waiting_caller(cluster):
     release = threading.Event()
-    blocked = rpc.rpc_async("a", abs, args=(-1,)).then(lambda f: release.wait(PATIENCE))
+    blocked = rpc.rpc_async("a", wait_at_gate).then(lambda f: release.wait(PATIENCE))
+    rpc.rpc_sync("a", open_gate, args=(1,))
     assert [rpc.rpc_sync("a", abs, args=(-n,)) for n in range(20)] == list(range(20))
     release.set()
     assert blocked.wait() is True
+    rpc.rpc_sync("a", close_gate)
 
 
 def test_futures_can_be_awaited(cluster):
@@ -293,24 +295,24 @@ def test_futures_can_be_awaited(cluster):
         asyncio.run(failing())
 
 
-def test_a_failure_that_nobody_waits_for_is_logged(cluster, caplog):
-    caplog.set_level(logging.WARNING, "telegrad")
-    seen = threading.Event()
+def test_a_failure_that_nobody_waits_for_is_logged(cluster):
+    seen: list[str] = []
+    logged = threading.Event()
 
     class Watch(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "nobody waited" in record.getMessage():
-                seen.set()
+            seen.append(record.getMessage())
+            logged.set()
 
-    watch = Watch()
+    watch = Watch(logging.WARNING)
     logging.getLogger("telegrad").addHandler(watch)
     try:
         rpc.rpc_async("a", fail, args=("lost",))
-        rpc.rpc_sync("a", abs, args=(1,))
-        assert seen.wait(PATIENCE)
+        assert logged.wait(PATIENCE)
     finally:
         logging.getLogger("telegrad").removeHandler(watch)
-    assert any("fail on worker 'a' failed" in r.getMessage() and "lost" in r.getMessage() for r in caplog.records)
+    (message,) = seen
+    assert "the call of fail on worker 'a' failed, and nobody waited for it: KeyError('lost')" in message
 
 
 def test_failures_that_were_waited_for_are_not_logged(cluster, caplog):

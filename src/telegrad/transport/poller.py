@@ -27,13 +27,15 @@ class _TimerSpec(ctypes.Structure):
 
 _libc.timerfd_settime.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(_TimerSpec), ctypes.c_void_p)
 
+# Without ONESHOT a descriptor whose peer hung up would be reported again and again, whatever it is armed for.
+DISARMED = select.EPOLLONESHOT
 ARMED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 
 
 class Poller:
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self.watch = self._epoll.modify  # (descriptor, ARMED or 0): waits for one event on it, or for none
+        self.watch = self._epoll.modify  # (descriptor, ARMED or DISARMED): waits for one event on it, or for none
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._closed = False
         # Edge-triggered and never read: each write wakes one sleeping thread, or the next that goes to sleep.
@@ -46,13 +48,14 @@ class Poller:
 
     def __del__(self) -> None:
         # Not in close(): a finaliser may be about to wake us, and the number must still be ours then.
-        os.close(self._wake_fd)
         os.close(self._timer_fd)
+        os.close(self._wake_fd)
+        self._wake_fd = -1  # finalisers of one cycle of garbage run in any order
 
     def register(self, fd: int, callback: Callable[[], None]) -> None:
         """Knows the descriptor, not armed yet."""
         self._callbacks[fd] = callback
-        self._epoll.register(fd, 0)
+        self._epoll.register(fd, DISARMED)
 
     def unregister(self, fd: int) -> None:
         if self._callbacks.pop(fd, None) is not None and not self._closed:
@@ -60,7 +63,8 @@ class Poller:
 
     def wake(self) -> None:
         """Lets one thread out of poll(). Takes no lock: finalisers call it."""
-        os.eventfd_write(self._wake_fd, 1)
+        if self._wake_fd >= 0:
+            os.eventfd_write(self._wake_fd, 1)
 
     def set_timer(self, seconds: float) -> None:
         """Calls `on_timer` on one of the threads after so long; replaces what was set before."""

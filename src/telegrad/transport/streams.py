@@ -39,7 +39,7 @@ from ..errors import (
 from ..events import logger
 from ..messages import WIRE_VERSION, Hello
 from .base import Buffer, Connection, ConnectionStatistics, Frames, Listener
-from .poller import ARMED, Poller
+from .poller import ARMED, DISARMED, Poller
 from .shm import SegmentPool, aligned
 
 PREFIX = struct.Struct("<2sBBIIQ")
@@ -381,7 +381,7 @@ class StreamConnection(Connection):
 
     def disarm(self) -> None:
         try:
-            self._watch(self._fd, 0)
+            self._watch(self._fd, DISARMED)
         except (OSError, ValueError):
             if not self._closed_because:
                 raise

@@ -1,0 +1,234 @@
+"""LocalCluster as processes: what it leaves behind, and what happens when processes die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import telegrad
+from telegrad import errors, rpc
+
+PATIENCE = 30.0
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"still not: {what}"
+        threading.Event().wait(0.005)
+
+
+def hold() -> None:
+    threading.Event().wait(PATIENCE)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cpu_seconds() -> float:
+    return time.process_time()
+
+
+def large(size: int) -> torch.Tensor:
+    return torch.ones(size)
+
+
+def start_script(tmp_path: Path, text: str) -> subprocess.Popen:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    return subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_killed_peer_fails_everything_pending_on_it_at_once(server, transport):
+    with telegrad.LocalCluster(["a", "b"], transport=transport, server=server) as cluster:
+        rpc.rpc_sync("a", large, args=(1 << 20,))
+        futures = [rpc.rpc_async("a", hold) for _ in range(5)]
+        rpc.rpc_sync("a", abs, args=(1,))
+        began = time.monotonic()
+        os.kill(cluster.pids["a"], signal.SIGKILL)
+        for future in futures:
+            with pytest.raises(errors.PeerLostError, match=r"worker 'a' is gone, with the call of hold unanswered"):
+                future.wait()
+        assert time.monotonic() - began < 1
+        with pytest.raises(errors.PeerLostError, match="worker 'a'"):
+            rpc.rpc_sync("a", abs, args=(1,))
+        assert rpc.rpc_sync("b", abs, args=(-2,)) == 2
+
+
+def test_a_worker_that_kills_itself_in_a_call(server):
+    with telegrad.LocalCluster(["a", "b"], server=server):
+        with pytest.raises(errors.PeerLostError, match="worker 'a' is gone, with the call of die"):
+            rpc.rpc_sync("a", die)
+        with pytest.raises(errors.PeerLostError, match="worker 'a'"):
+            rpc.rpc_sync("b", rpc.rpc_sync, args=("a", abs, (1,)))
+
+
+def test_tensors_outlive_the_process_that_sent_them(server):
+    with telegrad.LocalCluster(["a"], server=server) as cluster:
+        x = rpc.rpc_sync("a", large, args=(1 << 20,))
+        os.kill(cluster.pids["a"], signal.SIGKILL)
+        wait_until(lambda: not is_running(cluster.pids["a"]), "the end of 'a'")
+        assert bool((x == 1).all())
+        x.add_(1)
+        assert bool((x == 2).all())
+
+
+def test_nothing_is_left_after_an_exception_inside(server):
+    with pytest.raises(ZeroDivisionError), telegrad.LocalCluster(["a", "b"], server=server) as cluster:
+        pids = list(cluster.pids.values())
+        rpc.rpc_async("a", hold)
+        raise ZeroDivisionError
+    assert not any(map(is_running, pids))
+
+
+def test_a_cluster_of_its_own_server_leaves_nothing():
+    with telegrad.LocalCluster(["a"]) as cluster:
+        pids = list(cluster.pids.values())
+        assert cluster.call("a", abs, -1) == 1
+    assert not any(map(is_running, pids))
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [("raise SystemExit(7)", 7), ("os._exit(5)", 5), ("os.kill(os.getpid(), 9)", -9), ("os.kill(os.getpid(), 2)", 130)],
+)
+def test_children_end_with_their_owner_however_it_ends(tmp_path, ending, status):
+    text = f"""
+import os, telegrad
+with telegrad.LocalCluster(["a", "b"]) as cluster:
+    print(*cluster.pids.values(), cluster.call("a", os.getppid), flush=True)
+    {ending}
+"""
+    process = start_script(tmp_path, text)
+    out, err = process.communicate(timeout=PATIENCE)
+    pids = [int(pid) for pid in out.split()]
+    assert len(pids) == 3, err
+    assert process.returncode in (status, -2 if status == 130 else status), err
+    wait_until(lambda: not any(map(is_running, pids)), "the end of all processes")
+    assert not list(Path("/tmp").glob("telegrad-*"))
+
+
+def test_ctrl_c_prints_one_traceback_and_no_noise_from_children(tmp_path):
+    text = """
+import os, signal, threading, telegrad
+with telegrad.LocalCluster(["a", "b"]) as cluster:
+    cluster.call_async("a", threading.Event().wait if False else abs, -1).wait()
+    os.killpg(os.getpgrp(), signal.SIGINT)
+    threading.Event().wait(20)
+"""
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    process = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        start_new_session=True,
+        check=False,
+    )
+    assert process.stderr.count("Traceback") == 1, process.stderr
+    assert "KeyboardInterrupt" in process.stderr
+
+
+def test_starting_with_threads_around(server):
+    stop = threading.Event()
+    threads = [threading.Thread(target=stop.wait, args=(PATIENCE,)) for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    try:
+        with telegrad.LocalCluster(["a"], server=server) as cluster:
+            assert cluster.call("a", abs, -1) == 1
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_names_must_differ():
+    with pytest.raises(ValueError, match=r"repeated: \['a'\]"):
+        telegrad.LocalCluster(["a", "a"])
+    with pytest.raises(ValueError, match="driver"):
+        telegrad.LocalCluster(["driver"])
+    with pytest.raises(ValueError, match="transport is 'carrier pigeon'"):
+        telegrad.LocalCluster(["a"], transport="carrier pigeon")
+
+
+def test_use_outside_the_with():
+    cluster = telegrad.LocalCluster(["a"], transport="inproc")
+    with pytest.raises(errors.ClusterError, match="not running"):
+        cluster.call("a", abs, -1)
+    with cluster:
+        assert cluster.call("a", abs, -1) == 1
+    with pytest.raises(errors.NotStartedError, match="init_rpc"):
+        rpc.rpc_sync("a", abs, args=(1,))
+
+
+def test_two_clusters_at_once(server):
+    with (
+        telegrad.LocalCluster(["a"], server=server) as one,
+        telegrad.LocalCluster(["a"], transport="inproc", driver="other") as two,
+    ):
+        assert one.call("a", os.getpid) != two.call("a", os.getpid) == os.getpid()
+        assert two.call("a", rpc.get_worker_info).name == "a"
+
+
+def test_a_hundred_workers_in_one_process():
+    names = [f"w{n}" for n in range(100)]
+    with telegrad.LocalCluster(names, transport="inproc") as cluster:
+        futures = [cluster.call_async(name, rpc.get_worker_info) for name in names]
+        assert [info.name for info in torch.futures.wait_all(futures)] == names
+
+
+def test_an_idle_worker_uses_under_one_percent_of_a_core(server):
+    with telegrad.LocalCluster(["a"], server=server):
+        for _ in range(100):
+            rpc.rpc_sync("a", abs, args=(-1,))
+        there, here = rpc.rpc_sync("a", cpu_seconds), time.process_time()
+        threading.Event().wait(2.0)
+        assert time.process_time() - here < 0.02
+        assert rpc.rpc_sync("a", cpu_seconds) - there < 0.02
+
+
+def test_a_forked_process_cannot_use_its_parents_worker(server):
+    with telegrad.LocalCluster(["a"], server=server):
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                rpc.rpc_sync("a", abs, args=(1,))
+            except errors.NotStartedError as error:
+                os.write(write, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        os.waitpid(pid, 0)
+        message = os.read(read, 4096).decode()
+        os.close(read)
+        assert "fork" in message
+        assert rpc.rpc_sync("a", abs, args=(-1,)) == 1
+
+
+def test_a_fork_server_that_is_gone(server):
+    own = telegrad.ForkServer()
+    own.close()
+    with pytest.raises(errors.ClusterError, match="process that forks workers"), telegrad.LocalCluster(["a"], server=own):
+        pass
