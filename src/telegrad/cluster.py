@@ -147,10 +147,10 @@ class LocalCluster:
         undo.callback(reset)
 
     def _start_in_process(self, undo: contextlib.ExitStack) -> None:
-        group = Group(HashStore(), None, self._start_timeout)
+        store = HashStore()
         hub = Hub()
         for name in (self._driver, *self.names):
-            worker = Worker.start(name, group, self._options, hub=hub)
+            worker = Worker.start(name, Group(store, None, self._start_timeout), self._options, hub=hub)
             undo.callback(worker.close, graceful=False)
             self._in_process.append(worker)
         self._worker = self._in_process[0]

@@ -147,7 +147,7 @@ def this_host() -> str:
 
 
 class Group:
-    """The workers that share a store."""
+    """The workers that share a store, as one of them sees it."""
 
     def __init__(self, store: Any, world_size: int | None, timeout: float) -> None:
         self._store: Any = PrefixStore(_PREFIX, store)
@@ -228,13 +228,18 @@ class Group:
             self._ask(lambda: self._store.set(f"rank/{member.rank}", str(member.id)))
 
     def leave(self, member: Member) -> None:
-        """Frees the name. The store may be gone by now; then there is nobody left to tell."""
+        """Frees the name and lets go of the store; a store that this process serves ends with that.
+
+        The store may be gone by now; then there is nobody left to tell.
+        """
         try:
             key = f"name/{member.name}"
             self._compare_set(key, str(member.id), "")
             self._ask(lambda: self._store.delete_key(f"member/{member.id}"))
         except RendezvousError:
             pass
+        finally:
+            self._store = None
 
     # -- looking ---------------------------------------------------------------------------------------
 

@@ -222,8 +222,8 @@ def test_peers_on_one_host_take_the_unix_socket_and_else_tcp(address):
 
 @pytest.fixture
 def started(address):
-    worker = rpc.init_rpc("solo", rank=0, world_size=1, init_method=address)
-    yield worker
+    rpc.init_rpc("solo", rank=0, world_size=1, init_method=address)
+    yield
     if current.default_worker() is not None:
         rpc.shutdown()
 
@@ -235,6 +235,7 @@ def test_init_rpc_twice(started, address):
 
 
 def test_calls_before_init_rpc_and_after_shutdown(started):
+    worker = current.current_worker()
     rpc.shutdown()
     for call in (
         lambda: rpc.rpc_sync("solo", abs, args=(1,)),
@@ -245,7 +246,7 @@ def test_calls_before_init_rpc_and_after_shutdown(started):
         with pytest.raises(errors.NotStartedError, match=r"init_rpc\(\) first"):
             call()
     with pytest.raises(errors.NotStartedError, match="worker 'solo' has shut down"):
-        started.call("solo", abs, (1,))
+        worker.call("solo", abs, (1,))
 
 
 def test_torchs_options_are_understood(address):
