@@ -26,7 +26,7 @@ from typing import Any
 import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
-MAIN = ("__main__", "__mp_main__")
+MAIN = ("__main__", "__mp_main__")  # what multiprocessing calls the script in processes that it spawns
 REGISTERED: set[str] = _cloudpickle._PICKLE_BY_VALUE_MODULES  # by cloudpickle.register_pickle_by_value()
 
 _MARK = "__telegrad_namespace__"
@@ -130,7 +130,7 @@ class Namespaces:
             namespace = self._namespaces.get((origin, module))
             at_home = origin == self.worker_id and module in sys.modules
             if at_home:
-                variables = vars(sys.modules[module])
+                variables = _variables(module)
                 if namespace is not None and namespace.variables is not variables:
                     namespace = None  # the module was imported anew, or another script runs as __main__
             else:
@@ -150,7 +150,7 @@ class Namespaces:
             return received
         # Not the function's __module__: that of a decorated function is not where its globals are.
         name = variables.get("__name__")
-        if isinstance(name, str) and getattr(sys.modules.get(name), "__dict__", None) is variables:
+        if isinstance(name, str) and name in sys.modules and _variables(name) is variables:
             return self.get(self.worker_id, name, {})
         return None
 
@@ -162,6 +162,17 @@ class Namespaces:
         function = definition.__wrapped__ if type(definition) is CachedFunction else definition
         received = getattr(function, "__globals__", {}).get(_MARK)
         return received.origin if isinstance(received, Namespace) else self.worker_id
+
+
+def _variables(module: str) -> dict[str, Any]:
+    """The globals of a module of this process."""
+    variables = vars(sys.modules[module])
+    if variables.get("__name__") == "__mp_main__":
+        # A process that multiprocessing spawned: it has run the script somewhere else and made a copy.
+        for value in list(variables.values()):
+            if type(value) is types.FunctionType and value.__module__ == "__mp_main__":
+                return value.__globals__
+    return variables
 
 
 # -- classes ---------------------------------------------------------------------------------------------
@@ -375,9 +386,6 @@ def main_script() -> str:
 
 def module_attribute(module: str, qualname: str) -> Any:
     """An object of one of this process's own modules, by its name."""
-    if module in MAIN:
-        # In processes that multiprocessing spawns, the script is called __mp_main__.
-        module = "__mp_main__" if "__mp_main__" in sys.modules else "__main__"
     obj: Any = sys.modules[module]
     for part in qualname.split("."):
         obj = getattr(obj, part)

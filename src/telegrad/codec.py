@@ -30,7 +30,7 @@ from .definitions import Definitions, Outgoing
 from .errors import DecodeError, EncodeError, RemoteError, RemoteTraceback
 from .messages import Call, Envelope, Failure, Hello, Kind, Reply
 from .names import Names
-from .scripted import is_scripted, reduce_scripted
+from .scripted import is_named_by_torch, reduce_named_by_torch
 from .tensors import describe, rebuild, reduce_tensor
 from .transport.base import Buffer, Frames
 
@@ -249,8 +249,8 @@ def _reduce_data(obj: Any, keep: list[Any], *, same_main: bool) -> Any:
     kind = type(obj)
     if issubclass(kind, torch.Tensor):
         return reduce_tensor(obj, keep)
-    if is_scripted(obj):
-        return reduce_scripted(obj, same_main)
+    if is_named_by_torch(obj):
+        return reduce_named_by_torch(obj, same_main)
     return NotImplemented
 
 

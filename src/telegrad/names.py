@@ -81,8 +81,6 @@ class Names:
         if known is not None and getattr(known.holder, known.attribute, None) is known.function:
             return known.function
         module_name, _, qualname = name.decode().partition(":")
-        if module_name == "__main__" and "__mp_main__" in sys.modules:
-            module_name = "__mp_main__"  # what multiprocessing calls the script in processes that it spawns
         holder: Any = importlib.import_module(module_name)
         *path, last = qualname.split(".")
         for part in path:

@@ -1,4 +1,7 @@
-"""TorchScript functions and modules in a pickle: by reference where the callee can import them, else saved."""
+"""What torch knows by names of its own, in a pickle: TorchScript's functions and modules, and operators.
+
+By reference where the callee can import them; scripted ones are saved otherwise.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,21 @@ import torch
 
 from .by_value import MAIN, module_attribute
 
+_SCRIPTED = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch.ScriptMethod)
+_OPERATORS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload)
+_NAMED_BY_TORCH = _SCRIPTED + _OPERATORS
 
-def is_scripted(obj: Any) -> bool:
-    return isinstance(obj, torch.jit.ScriptFunction | torch.jit.ScriptModule | torch.ScriptMethod)
+
+def is_named_by_torch(obj: Any) -> bool:
+    return isinstance(obj, _NAMED_BY_TORCH)
 
 
-def reduce_scripted(obj: Any, same_main: bool) -> Any:
-    """How pickle should save a scripted function, module or method."""
+def reduce_named_by_torch(obj: Any, same_main: bool) -> Any:
+    """How pickle should save it."""
+    if isinstance(obj, _OPERATORS):
+        packet = obj._overloadpacket if isinstance(obj, torch._ops.OpOverload) else obj
+        path = packet._qualified_op_name.split("::")
+        return _operator, (*path, obj._overloadname) if obj is not packet else tuple(path)
     if isinstance(obj, torch.ScriptMethod):
         return getattr, (torch.jit._recursive.wrap_cpp_module(obj.owner), obj.name)
     if isinstance(obj, torch.jit.ScriptFunction):
@@ -28,6 +39,13 @@ def reduce_scripted(obj: Any, same_main: bool) -> Any:
     file = io.BytesIO()
     torch.jit.save(obj, file)
     return _load, (file.getvalue(), isinstance(obj, torch.jit.ScriptFunction))
+
+
+def _operator(*path: str) -> Any:
+    found: Any = torch.ops
+    for part in path:
+        found = getattr(found, part)
+    return found
 
 
 def _attribute(module: str, name: str) -> Any:

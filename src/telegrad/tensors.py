@@ -49,8 +49,7 @@ def reduce_tensor(tensor: torch.Tensor, keep: list[Any]) -> Any:
             return _reduce_flattened(tensor)
         if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
             return NotImplemented
-        # detach() would keep the class, and as_subclass() alone the graph.
-        plain = tensor.detach().as_subclass(torch.Tensor)
+        plain = torch.Tensor._make_subclass(torch.Tensor, tensor, False)
         return _rebuild_subclass, (kind, plain, tensor.requires_grad, _state(tensor))
 
 
@@ -63,6 +62,8 @@ def _state(tensor: torch.Tensor) -> Any:
 def _reduce_plain(tensor: torch.Tensor, keep: list[Any]) -> Any:
     if tensor.layout is not torch.strided:
         return _reduce_sparse(tensor)
+    if tensor.is_quantized:
+        return _reduce_quantized(tensor)
     description = describe(tensor, keep)
     return NotImplemented if description is None else (rebuild, description)
 
@@ -227,3 +228,19 @@ def _rebuild_compressed(
         outer, inner, values, shape, layout=getattr(torch, layout), check_invariants=False
     )
     return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _reduce_quantized(tensor: torch.Tensor) -> Any:
+    """By its integers: torch's own way is slow, and warns."""
+    if tensor.qscheme() is torch.per_tensor_affine:
+        return _rebuild_quantized, (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
+    if tensor.qscheme() is torch.per_channel_affine:
+        scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        return _rebuild_quantized, (tensor.int_repr(), scales, zero_points, tensor.q_per_channel_axis())
+    return NotImplemented
+
+
+def _rebuild_quantized(integers: torch.Tensor, scale: Any, zero_point: Any, axis: int | None = None) -> Any:
+    if axis is None:
+        return torch._make_per_tensor_quantized_tensor(integers, scale, zero_point)
+    return torch._make_per_channel_quantized_tensor(integers, scale, zero_point, axis)

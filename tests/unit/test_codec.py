@@ -300,7 +300,9 @@ def test_an_argument_that_cannot_be_sent_is_named(cluster):
     for value in (Locked(), Refuses(), [Locked()]):
         kind = type(value).__name__
         for args, kwargs in (((torch.ones(2), value), {}), ((1,), {"b": value})):
-            with pytest.raises(EncodeError, match=rf"an argument, a {kind}, of the call of add on worker 'a'"):
+            with pytest.raises(
+                EncodeError, match=rf"an argument, a {kind}, of the call of add on worker 'a'"
+            ):
                 rpc.rpc_sync("a", add, args=args, kwargs=kwargs)
     lock = threading.Lock()
     with pytest.raises(EncodeError, match="the function of the call of .*lambda"):
@@ -350,7 +352,9 @@ def give_explosive() -> Any:
 def test_a_message_that_cannot_be_rebuilt(cluster):
     with pytest.raises(DecodeError, match=r"the call cannot be rebuilt there: ValueError: boom"):
         rpc.rpc_sync("a", add, args=(Explosive(),))
-    with pytest.raises(DecodeError, match=r"the answer of worker 'a' to the call of give_explosive.*ValueError: boom"):
+    with pytest.raises(
+        DecodeError, match=r"the answer of worker 'a' to the call of give_explosive.*ValueError: boom"
+    ):
         rpc.rpc_sync("a", give_explosive)
     with pytest.raises(DecodeError, match="boom"):
         rpc.rpc_async("a", give_explosive).wait()
@@ -441,7 +445,12 @@ def test_exceptions_keep_their_type(cluster):
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [("picky", "PickyError.*1 and 2"), ("locked", "LockedError.*'locked'"), ("mute", "MuteError"), ("lying", "a lie")],
+    [
+        ("picky", "PickyError.*1 and 2"),
+        ("locked", "LockedError.*'locked'"),
+        ("mute", "MuteError"),
+        ("lying", "a lie"),
+    ],
 )
 def test_exceptions_that_cannot_be_rebuilt(cluster, kind, text):
     with pytest.raises(RemoteError, match=f"{text}") as caught:

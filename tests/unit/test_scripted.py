@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 import torch
 
 import telegrad
 from telegrad import rpc
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:.*torch.jit.*is deprecated")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def scripts() -> None:
-    """What a module would script when it is imported: torch warns that it is deprecated."""
-    global importable
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importable = torch.jit.script(plus_one)
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 
 
 def plus_one(x: torch.Tensor) -> torch.Tensor:
@@ -43,34 +35,39 @@ def apply(function, x):
     return function(x)
 
 
-def test_a_function_by_value(cluster):
-    assert rpc.rpc_sync("a", importable, args=(torch.ones(2),)).tolist() == [2.0, 2.0]
-    assert rpc.rpc_sync("a", apply, args=(importable, torch.ones(2))).tolist() == [2.0, 2.0]
-
-
 def pass_on(function, x):
     return rpc.rpc_sync("b", apply, args=(function, x))
 
 
-def test_passed_on(cluster):
-    assert rpc.rpc_sync("a", pass_on, args=(importable, torch.ones(2))).tolist() == [2.0, 2.0]
-
-
-def test_modules_and_methods(cluster):
+def test_functions_modules_and_methods_by_value(cluster):
     scale = torch.jit.script(Scale(3.0))
     x = torch.ones(2)
-    for function, expected in ((scale, 3.0), (scale.forward, 3.0), (scale.back, 1 / 3)):
-        assert torch.equal(rpc.rpc_sync("a", function, args=(x,)), torch.full((2,), expected))
-        assert torch.equal(rpc.rpc_sync("a", pass_on, args=(function, x)), torch.full((2,), expected))
+    for function in (torch.jit.script(plus_one), scale, scale.forward, scale.back):
+        expected = function(x)
+        assert torch.equal(rpc.rpc_sync("a", function, args=(x,)), expected)
+        assert torch.equal(rpc.rpc_sync("a", apply, args=(function, x)), expected)
+        assert torch.equal(rpc.rpc_sync("a", pass_on, args=(function, x)), expected)
 
 
-def test_by_reference(link, tmp_path, monkeypatch):
-    (tmp_path / "has_scripts.py").write_text(
-        "import torch\ndef f(x):\n    return x + 1\nf = torch.jit.script(f)\n"
-    )
+def test_parameters_of_modules_arrive(link):
+    scale = torch.jit.script(Scale(3.0))
+    (found,) = link.carry(scale)
+    assert isinstance(found, torch.jit.ScriptModule)
+    assert torch.equal(found.by, scale.by)
+    assert found.by.requires_grad
+
+
+@pytest.fixture
+def has_scripts(tmp_path, monkeypatch):
+    text = "import torch\ndef f(x):\n    return x + 1\nf = torch.jit.script(f)\n"
+    (tmp_path / "has_scripts.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    import has_scripts
+    yield importlib.import_module("has_scripts")
+    del sys.modules["has_scripts"]
 
-    assert link.carry(has_scripts.f) == (has_scripts.f,)
-    with telegrad.LocalCluster(["a"], transport="inproc") as cluster:
-        assert cluster.call("a", apply, has_scripts.f, 1) == 2
+
+def test_functions_by_reference(link, has_scripts, server):
+    assert link.carry(has_scripts.f)[0] is has_scripts.f
+    with telegrad.LocalCluster(["a"], server=server) as cluster:
+        assert cluster.call("a", has_scripts.f, torch.ones(1)).item() == 2
+        assert cluster.call("a", apply, has_scripts.f, torch.ones(1)).item() == 2

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from telegrad import rpc
-from telegrad.config import SHARED_MEMORY_FROM
 
 SMALL, LARGE = 6, 256  # the larger has over 64 KiB in every dtype that is one byte or more
 
@@ -123,7 +122,9 @@ def test_every_kind(link, kind, size):
     assert_same(nested["inside"][0], tensor)
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "transposed", "strided", "expanded", "channels_last", "conj", "bool"])
+@pytest.mark.parametrize(
+    "kind", ["contiguous", "transposed", "strided", "expanded", "channels_last", "conj", "bool"]
+)
 def test_large_memory_goes_beside_the_pickle(link, kind):
     tensor = KINDS[kind](LARGE)
     for values in ((tensor,), ([tensor],)):
