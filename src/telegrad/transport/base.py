@@ -6,11 +6,16 @@ Reading is shared. Any thread may read a connection, but only one at a time: the
 Under it only bytes are read; whatever may run users' code happens after it was released. While nobody
 reads, the connection is armed: `on_readable` is called once, on a thread of the worker's, when something
 arrives, and whoever reads arms it again. `telegrad.testing.check_transport` holds every transport to this.
+
+A connection belongs to the process that made it. In a fork of that process it has ended, and whatever the
+fork does with it goes unnoticed in the parent.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,13 +25,16 @@ from ..messages import Hello
 
 Buffer = bytes | bytearray | memoryview
 
+FORKED = "the connection belongs to the process that this one is a fork of"
+
 
 class Frames(NamedTuple):
-    """A message as bytes.
+    """A message as bytes. A buffer that is a memoryview is flat, and of bytes.
 
-    Written: `keep` holds whatever must stay alive while the buffers are read from. After `write` returns
-    the buffers may change, and the receiver never sees it.
-    Read: each buffer but the header is writable and belongs to the receiver alone, until nothing refers to it.
+    Written: `keep` holds whatever must stay alive while the buffers are read from. After `write` returned
+    or raised the buffers may change, and the receiver never sees it.
+    Read: each buffer is writable and belongs to the receiver alone, until nothing refers to it, also after
+    the connection's end.
     """
 
     header: bytes
@@ -36,6 +44,8 @@ class Frames(NamedTuple):
 
 @dataclass(frozen=True)
 class ConnectionStatistics:
+    """Bytes are those of headers and buffers. What one end counts out the other counts in, once it was read."""
+
     transport: str
     messages_out: int
     messages_in: int
@@ -55,16 +65,17 @@ class Connection(ABC):
         self.peer = peer
         self.reading = threading.Lock()  # held by the one thread that reads
         self.on_readable: Callable[[Connection], None] = _nobody
+        _connections.add(self)
 
     @abstractmethod
     def write(
         self, frames: Frames, timeout: float | None = None, before_waiting: Callable[[], None] | None = None
     ) -> int:
-        """Sends one message; returns its size in bytes. May be called on any thread.
+        """Sends one message; returns the size of its buffers in bytes. May be called on any thread.
 
         Waits while the peer does not read; that is the back-pressure. `before_waiting` is called before it
-        does: a caller that holds `reading` must let it go then, or two workers that write to each other
-        would wait for ever.
+        does, perhaps more than once: a caller that holds `reading` must let it go then, or two workers that
+        write to each other would wait for ever.
 
         Raises:
             TimeoutError: the peer did not take it in time. The message may still arrive, whole.
@@ -80,8 +91,9 @@ class Connection(ABC):
         that none came. May return without one before the time is over.
 
         Raises:
-            ConnectionClosedError: the connection has ended and all that arrived before was returned.
-            ProtocolError: the bytes make no sense. The connection cannot be used any more.
+            ConnectionClosedError: the connection has ended. If the peer ended it, all that had arrived was
+                returned before.
+            ProtocolError: the bytes make no sense. The connection has ended.
         """
 
     @property
@@ -92,7 +104,9 @@ class Connection(ABC):
 
     @abstractmethod
     def arm(self) -> None:
-        """Calls `on_readable` once, on a thread of the worker's, as soon as `read` has something to say."""
+        """Calls `on_readable` once, on a thread of the worker's, as soon as `read` has something to say.
+
+        A call may also come for nothing, and then `read` finds nothing."""
 
     @abstractmethod
     def disarm(self) -> None:
@@ -107,13 +121,23 @@ class Connection(ABC):
     def abort(self, reason: str = "closed") -> None:
         """Ends the connection at once. From any thread, any number of times; never blocks.
 
-        What was written before and not yet read may be lost or may not. Both ends' reads and writes
-        raise ConnectionClosedError from then on.
+        Reads and writes raise ConnectionClosedError from then on: here at once, at the other end when it
+        has read what was sent, and at the latest when this end was disposed of. What was written before
+        and not yet read may arrive or may not.
         """
 
     @abstractmethod
     def dispose(self) -> None:
-        """Aborts and gives back all that the system lent. The caller holds neither `reading` nor any lock."""
+        """Aborts and gives back all that the system lent. Any number of times. The caller holds neither
+        `reading` nor any lock; who reads or writes meanwhile gets ConnectionClosedError."""
+
+    def abandon(self) -> None:  # noqa: B027
+        """Called in a fork of the process, where no other thread is: ends this copy of the connection, with
+        locks that nobody holds, and lets go of the fork's copies of descriptors. The parent's goes on."""
+
+    def tick(self) -> None:  # noqa: B027
+        """Gives back memory that is kept for reuse and was not used for a while. To be called every few
+        seconds, on any thread; never blocks. A transport that keeps nothing has nothing to do."""
 
     @abstractmethod
     def statistics(self) -> ConnectionStatistics:
@@ -154,5 +178,16 @@ class Transport(ABC):
         """
 
 
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for connection in list(_connections):
+        connection.abandon()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 def _nobody(connection: Connection) -> None:
-    """A peer may hang up before anybody has armed the connection; whoever arms it hears of that again."""
+    """Until the owner has set its own and armed the connection, only calls for nothing come."""

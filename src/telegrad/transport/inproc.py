@@ -9,16 +9,18 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..config import SHARED_MEMORY_FROM, Options
-from ..errors import AddressError, ConnectError, ConnectionClosedError, TelegradError, TooLargeError
+from ..errors import ConnectError, ConnectionClosedError, TelegradError, TooLargeError
 from ..messages import Hello
-from .base import Buffer, Connection, ConnectionStatistics, Frames, Listener, Transport
+from .base import FORKED, Buffer, Connection, ConnectionStatistics, Frames, Listener, Transport
+from .listening import split_address
 from .shm import SegmentPool, aligned, copy_into
-from .streams import split_address
 
 Submit = Callable[[Callable[[], None]], None]
+
+_OVERHEAD = 256  # counted for each message in a queue beside its bytes: a million tiny ones are not free
 
 
 class Hub:
@@ -26,7 +28,7 @@ class Hub:
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
-        self.listeners: dict[str, InprocListener] = {}
+        self.listeners: dict[str, InprocListener] = {}  # its single operations are atomic
 
     def new_address(self) -> str:
         return f"inproc://{next(self._ids)}"
@@ -41,15 +43,16 @@ class InprocConnection(Connection):
         super().__init__(peer)
         self._submit = submit
         self._limit = options.max_message_bytes
-        self._pending_limit = options.peer_byte_limit
+        self._queue_limit = options.peer_byte_limit
         self._pool = SegmentPool(options.pool_bytes, shared=False)
         self._other: InprocConnection = self
-        self._changed = threading.Condition()  # guards all below, of this end
-        self._queue: deque[tuple[Frames, int]] = deque()
-        self._queued_bytes = 0
+        # Guards all below, of this end. Nothing is run under it, and nobody who holds it takes the other end's.
+        self._changed = threading.Condition()
+        self._queue: deque[Frames] = deque()
+        self._queue_cost = 0
         self._armed = False
         self._closed_because = ""
-        self._messages_out = self._messages_in = self._bytes_out = self._bytes_in = 0
+        self._messages_put = self._messages_in = self._bytes_put = self._bytes_in = 0
 
     def join(self, other: InprocConnection) -> None:
         self._other, other._other = other, self
@@ -57,7 +60,7 @@ class InprocConnection(Connection):
     def write(
         self, frames: Frames, timeout: float | None = None, before_waiting: Callable[[], None] | None = None
     ) -> int:
-        nbytes = sum(len(b) for b in frames.buffers)
+        nbytes = sum(map(len, frames.buffers))
         if nbytes > self._limit:
             raise TooLargeError(
                 f"a message of {nbytes} bytes to worker {self.peer.name!r} is over the limit of {self._limit}; "
@@ -66,17 +69,16 @@ class InprocConnection(Connection):
         if self._closed_because:
             raise ConnectionClosedError(self._closed_because)
         copy = Frames(frames.header, self._copies(frames.buffers, nbytes))
-        self._other._put(copy, nbytes, timeout, before_waiting)
-        self._messages_out += 1
-        self._bytes_out += nbytes + len(frames.header)
+        if not self._other._put(copy, nbytes + len(frames.header), timeout, before_waiting):
+            raise TimeoutError(f"worker {self.peer.name!r} did not take the message in time")
         return nbytes
 
-    def _copies(self, buffers: tuple[Buffer, ...] | list[Buffer] | object, nbytes: int) -> list[Buffer]:
+    def _copies(self, buffers: Sequence[Buffer], nbytes: int) -> list[Buffer]:
         if nbytes < SHARED_MEMORY_FROM:
-            return [bytearray(b) for b in buffers]  # type: ignore[attr-defined]
-        memory = self._pool.take(sum(aligned(len(b)) for b in buffers)).lend()  # type: ignore[attr-defined]
+            return [bytearray(b) for b in buffers]
+        memory = self._pool.lend(sum(aligned(len(b)) for b in buffers))
         copies: list[Buffer] = []
-        for buffer in buffers:  # type: ignore[attr-defined]
+        for buffer in buffers:
             copy_into(memory, buffer)
             copies.append(memory[: len(buffer)])
             memory = memory[aligned(len(buffer)) :]
@@ -84,65 +86,98 @@ class InprocConnection(Connection):
 
     def _put(
         self, frames: Frames, nbytes: int, timeout: float | None, before_waiting: Callable[[], None] | None
-    ) -> None:
-        if before_waiting is not None and self._queued_bytes >= self._pending_limit:
-            before_waiting()
+    ) -> bool:
+        """Queues a message at this end; False if there was no room in time."""
         with self._changed:
-            room = self._changed.wait_for(
-                lambda: self._closed_because or not self._queue or self._queued_bytes < self._pending_limit,
-                timeout,
-            )
+            if not self._has_room_locked() and before_waiting is not None:
+                self._changed.release()
+                try:
+                    before_waiting()
+                finally:
+                    self._changed.acquire()
+            if not self._changed.wait_for(self._has_room_locked, timeout):
+                return False
             if self._closed_because:
-                raise ConnectionClosedError(self._closed_because)
-            if not room:
-                raise TimeoutError(f"worker {self._other.peer.name!r} takes no messages")
-            self._queue.append((frames, nbytes))
-            self._queued_bytes += nbytes
+                raise ConnectionClosedError(self._other._closed_because or self._closed_because)
+            self._queue.append(frames)
+            self._queue_cost += nbytes + _OVERHEAD
+            self._messages_put += 1
+            self._bytes_put += nbytes
             self._changed.notify_all()
-            self._announce_locked()
+            readable = self._take_armed_locked()
+        if readable:
+            self._submit(self._on_event)
+        return True
 
-    def _announce_locked(self) -> None:
-        if self._armed and (self._queue or self._closed_because):
+    def _has_room_locked(self) -> bool:
+        """Also when there is nothing to wait for any more. One message always fits."""
+        return bool(self._closed_because) or not self._queue or self._queue_cost < self._queue_limit
+
+    def _take_armed_locked(self) -> bool:
+        """Whether on_readable is to be called now."""
+        readable = self._armed and bool(self._queue or self._closed_because)
+        if readable:
             self._armed = False
-            self._submit(lambda: self.on_readable(self))
+        return readable
+
+    def _on_event(self) -> None:
+        self.on_readable(self)
 
     def read(self, timeout: float | None) -> list[Frames]:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed_because, timeout)
             if not self._queue and self._closed_because:
                 raise ConnectionClosedError(self._closed_because)
-            frames = [f for f, _ in self._queue]
-            self._messages_in += len(frames)
-            self._bytes_in += self._queued_bytes
+            frames = list(self._queue)
             self._queue.clear()
-            self._queued_bytes = 0
+            self._queue_cost = 0
+            self._messages_in, self._bytes_in = self._messages_put, self._bytes_put
             self._changed.notify_all()
             return frames
 
     def arm(self) -> None:
         with self._changed:
             self._armed = True
-            self._announce_locked()
+            readable = self._take_armed_locked()
+        if readable:
+            self._submit(self._on_event)
 
     def disarm(self) -> None:
         with self._changed:
             self._armed = False
 
     def abort(self, reason: str = "closed") -> None:
-        for end in (self, self._other):
-            with end._changed:
-                if not end._closed_because:
-                    end._closed_because = reason
-                end._changed.notify_all()
-                end._announce_locked()
+        self._end(reason)
+        self._other._end(f"worker {self._other.peer.name!r} closed the connection")
+
+    def _end(self, reason: str) -> None:
+        with self._changed:
+            self._closed_because = self._closed_because or reason
+            self._changed.notify_all()
+            readable = self._take_armed_locked()
+        if readable:
+            self._submit(self._on_event)
 
     def dispose(self) -> None:
-        self.abort(f"worker {self.peer.name!r} closed the connection" if self._closed_because else "closed")
+        self.abort()
+        with self._changed:
+            self._queue.clear()
         self._pool.close()
 
+    def abandon(self) -> None:
+        self.reading = threading.Lock()
+        self._changed = threading.Condition()
+        self._closed_because = self._closed_because or FORKED
+        self._queue.clear()
+        self._pool.abandon()
+
+    def tick(self) -> None:
+        self._pool.tick()
+
     def statistics(self) -> ConnectionStatistics:
+        out = self._other
         return ConnectionStatistics(
-            self.transport, self._messages_out, self._messages_in, self._bytes_out, self._bytes_in
+            self.transport, out._messages_put, self._messages_in, out._bytes_put, self._bytes_in
         )
 
 
@@ -187,8 +222,6 @@ class InprocTransport(Transport):
         connection = InprocConnection(hello, self._submit, self._options)
         try:
             listener.accept(hello, connection)
-        except AddressError:
-            raise
         except TelegradError as error:
             raise ConnectError(f"the worker at {address} refuses the connection: {error}") from error
         return connection

@@ -11,9 +11,10 @@ import ctypes
 import os
 import select
 import time
+import weakref
 from collections.abc import Callable
 
-_libc = ctypes.PyDLL(None)  # these calls return at once, so the interpreter lock is kept
+_libc = ctypes.PyDLL(None, use_errno=True)  # these calls return at once, so the interpreter lock is kept
 
 
 class _TimerSpec(ctypes.Structure):
@@ -27,37 +28,50 @@ class _TimerSpec(ctypes.Structure):
 
 _libc.timerfd_settime.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(_TimerSpec), ctypes.c_void_p)
 
-# Without ONESHOT a descriptor whose peer hung up would be reported again and again, whatever it is armed for.
-DISARMED = select.EPOLLONESHOT
 ARMED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+# A hang-up is always reported. Without ONESHOT it would be, again and again, until somebody has read it.
+DISARMED = select.EPOLLONESHOT
 
 
 class Poller:
+    """A descriptor's number may be given to another one while an event is on its way, or while its former
+    owner arms it. So a callback may come for nothing, and must do no harm then."""
+
     def __init__(self) -> None:
+        self._fds: list[int] = []
         self._epoll = select.epoll()
-        self.watch = self._epoll.modify  # (descriptor, ARMED or DISARMED): waits for one event on it, or for none
-        self._callbacks: dict[int, Callable[[], None]] = {}
+        self.watch = self._epoll.modify  # (descriptor, ARMED or DISARMED): waits for one event on it, or none
+        self._callbacks: dict[int, Callable[[], None]] = {}  # its single operations are atomic
         self._closed = False
         # Edge-triggered and never read: each write wakes one sleeping thread, or the next that goes to sleep.
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
-        self._timer_fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
-        self._epoll.register(self._timer_fd, select.EPOLLIN | select.EPOLLET)
+        self._wake_fd = self._own(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._timer_fd = self._own(_timerfd())
         self._callbacks[self._timer_fd] = self._on_timer
         self.on_timer: Callable[[], None] = _nothing
+        _pollers.add(self)
+
+    def _own(self, fd: int) -> int:
+        self._fds.append(fd)
+        self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
+        return fd
 
     def __del__(self) -> None:
         # Not in close(): a finaliser may be about to wake us, and the number must still be ours then.
-        os.close(self._timer_fd)
-        os.close(self._wake_fd)
         self._wake_fd = -1  # finalisers of one cycle of garbage run in any order
+        for fd in self._fds:
+            os.close(fd)
 
     def register(self, fd: int, callback: Callable[[], None]) -> None:
         """Knows the descriptor, not armed yet."""
         self._callbacks[fd] = callback
-        self._epoll.register(fd, DISARMED)
+        try:
+            self._epoll.register(fd, DISARMED)
+        except BaseException:
+            self._callbacks.pop(fd, None)
+            raise
 
     def unregister(self, fd: int) -> None:
+        """Before the descriptor is closed."""
         if self._callbacks.pop(fd, None) is not None and not self._closed:
             self._epoll.unregister(fd)
 
@@ -68,7 +82,8 @@ class Poller:
 
     def set_timer(self, seconds: float) -> None:
         """Calls `on_timer` on one of the threads after so long; replaces what was set before."""
-        _libc.timerfd_settime(self._timer_fd, 0, _TimerSpec(0, 0, 0, int(seconds * 1e9)), None)
+        whole, nanoseconds = divmod(max(1, int(seconds * 1e9)), 10**9)  # 0 would mean never
+        _libc.timerfd_settime(self._timer_fd, 0, _TimerSpec(0, 0, whole, nanoseconds), None)
 
     def _on_timer(self) -> None:
         self.on_timer()
@@ -82,7 +97,28 @@ class Poller:
         """After the last thread has left poll()."""
         self._closed = True
         self._epoll.close()
+        self._callbacks.clear()  # which refer to us, and would keep two descriptors until the next collection
+        self.on_timer = _nothing
+
+
+def _timerfd() -> int:
+    fd: int = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), "timerfd_create")
+    return fd
 
 
 def _nothing() -> None:
     pass
+
+
+# What a fork does to an epoll it does to its parent's: the two are one. So it lets go of it at once.
+_pollers: weakref.WeakSet[Poller] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for poller in list(_pollers):
+        poller.close()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,14 +1,6 @@
 """Frames over a stream socket: what `unix` and `tcp` have in common.
 
-On the wire a message is
-
-    prefix   magic, type, lane, number of buffers, length of the header, bytes that follow the header
-    table    the length of each buffer (8 bytes each); in the shared lane also which segment they lie in
-    header   the envelope
-    body     the buffers one after the other, in the inline lane; nothing in the shared lane
-
-docs/wire-format.md has the details. The socket does not block; threads wait in poll(2), after a short spin.
-Reading keeps its state in the connection, so a thread can leave a message half read to the next one.
+The socket does not block; threads wait in poll(2), after a short spin. The bytes are wire.py's.
 """
 
 from __future__ import annotations
@@ -17,49 +9,28 @@ import math
 import os
 import select
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import msgspec
 
 from ..config import SHARED_MEMORY_FROM, Options
 from ..errors import (
-    AddressError,
-    ConnectError,
     ConnectionClosedError,
     ProtocolError,
-    TelegradError,
     TooLargeError,
     TransportError,
-    VersionError,
 )
-from ..events import logger
-from ..messages import WIRE_VERSION, Hello
-from .base import Buffer, Connection, ConnectionStatistics, Frames, Listener
+from ..messages import Hello
+from .base import FORKED, Buffer, Connection, ConnectionStatistics, Frames
 from .poller import ARMED, DISARMED, Poller
-from .shm import SegmentPool, aligned
+from .shm import SegmentPool
+from .wire import MAX_BUFFERS, MAX_HEADER, FrameReader, in_one_piece, in_pieces
 
-PREFIX = struct.Struct("<2sBBIIQ")
-_PREFIX_OF_ONE = struct.Struct("<2sBBIIQQ")  # with the table of one buffer
-_LENGTH = struct.Struct("<Q")
-_PREFIX_SIZE = PREFIX.size
-MAGIC = b"tg"
-MESSAGE, FORGET = 0, 1  # frame types
-INLINE, SHARED = 0, 1  # lanes
-SHARED_PLACE = struct.Struct("<QQB")  # segment id, its capacity, whether its descriptor comes along
-
-MAX_HEADER = 16 << 20
-MAX_BUFFERS = 1 << 20
-_INBOX = 256 << 10
-_IOV_MAX = 1024
+IOV_MAX = 1024
 _LIVELY = 1e-3  # messages at most this many seconds apart count as close
-
-GREETING = struct.Struct("<4sHI")  # magic, wire version, length of what follows
-GREETING_MAGIC = b"TGRD"
-MAX_GREETING = 64 << 10
+_GRACE = 10e-3  # seconds that a reader whose time is over gives to a message that has begun to arrive
+_HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class StreamConnection(Connection):
@@ -72,26 +43,30 @@ class StreamConnection(Connection):
         self._fd = sock.fileno()
         self._poller = poller
         self._limit = options.max_message_bytes
+        self._small = min(SHARED_MEMORY_FROM, self._limit + 1)
+        # Set by whichever thread is first, and never changed back. Why nothing can be written; and whether
+        # nothing can be read either: a peer that has gone takes nothing, but what it sent can still be read.
         self._closed_because = ""
+        self._aborted = False
+        self._failed_with: type[TransportError] = ConnectionClosedError
         self._disposed = False
         # Guarded by `reading`:
-        self._inbox = bytearray(_INBOX)
-        self._inbox_view = memoryview(self._inbox)
-        self._start = self._end = 0  # what of the inbox was received and not yet parsed
-        self._partial: _Partial | None = None
+        self._private_pool = SegmentPool(options.pool_bytes, shared=False)
+        self._reader = self._make_reader()
         self._readable = select.poll()
         self._readable.register(self._fd, select.POLLIN)
         self._max_spin = options.spin if (os.cpu_count() or 1) > 1 else 0.0
         self._lively = True  # whether the last message followed the one before it closely
         self._last_message = 0.0
-        self._messages_in = self._bytes_in = 0
-        self._private_pool = SegmentPool(options.pool_bytes, shared=False)
         # Guards the order of bytes on the socket, and the fields below. Held while a message is written;
         # taken over by a thread of its own when a writer's time is over in the middle of one.
         self._write_lock = threading.Lock()
         self._messages_out = self._bytes_out = 0
         poller.register(self._fd, self._on_event)
         self._watch = poller.watch
+
+    def _make_reader(self) -> FrameReader:
+        return FrameReader(self._limit, self._private_pool)
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -100,110 +75,188 @@ class StreamConnection(Connection):
     ) -> int:
         header, buffers = frames.header, frames.buffers
         nbytes = len(buffers[0]) if len(buffers) == 1 else sum(map(len, buffers))
-        if nbytes < SHARED_MEMORY_FROM and self._write_lock.acquire(blocking=False):
-            # Nearly all messages: small, and nobody else writes. In one piece, at one go.
-            rest: list[Buffer] = [_in_one_piece(header, buffers, nbytes)]
-            ancillary: list[Any] = []
-        else:
-            if nbytes > self._limit:
-                raise TooLargeError(
-                    f"a message of {nbytes} bytes to worker {self.peer.name!r} is over the limit of {self._limit}; "
-                    "send it in parts, or raise Options.max_message_bytes on both workers"
-                )
-            lane = self._fill_lane(frames, nbytes)
-            if not self._take_write_lock(timeout, before_waiting):
-                self._give_back_lane(lane)
-                raise TimeoutError(
-                    f"worker {self.peer.name!r} takes no messages: {timeout:.1f} s were not enough"
-                )
-            rest, ancillary = self._compose(frames, nbytes, lane)
-        done = True
+        if nbytes + len(header) + 8 * len(buffers) >= self._small:
+            return self._write_large(frames, nbytes, timeout, before_waiting)
+        # Nearly all messages: in one piece, at one go.
+        if not self._write_lock.acquire(blocking=False):
+            timeout = self._wait_for_write_lock(timeout, before_waiting)
         try:
             if self._closed_because:
                 raise ConnectionClosedError(self._closed_because)
-            done = self._write_parts(rest, ancillary, timeout, before_waiting)
+            piece = in_one_piece(header, buffers, nbytes)
             self._messages_out += 1
             self._bytes_out += nbytes + len(header)
-        finally:
-            if done:
-                self._write_lock.release()
-        if not done:  # a thread of its own has the lock and the rest of the message now
-            raise TimeoutError(f"worker {self.peer.name!r} did not take a message of {nbytes} bytes in time")
+        except BaseException:
+            self._write_lock.release()
+            raise
+        self._write_pieces([piece], None, timeout, before_waiting)
         return nbytes
 
-    def _fill_lane(self, frames: Frames, nbytes: int) -> Any:
+    def _write_large(
+        self,
+        frames: Frames,
+        nbytes: int,
+        timeout: float | None,
+        before_waiting: Callable[[], None] | None,
+    ) -> int:
+        self._check_size(frames, nbytes)
+        if self._closed_because:
+            raise ConnectionClosedError(self._closed_because)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        lane = self._fill_lane(frames, nbytes, deadline, before_waiting)
+        locked = False
+        try:
+            if not self._write_lock.acquire(blocking=False):
+                self._wait_for_write_lock(_left(deadline), before_waiting)
+            locked = True
+            if self._closed_because:
+                raise ConnectionClosedError(self._closed_because)
+            pieces = self._compose(frames, nbytes, lane)
+            self._messages_out += 1
+            self._bytes_out += nbytes + len(frames.header)
+        except BaseException:
+            self._give_back_lane(lane)
+            if locked:
+                self._write_lock.release()
+            raise
+        self._write_pieces(pieces, lane, _left(deadline), before_waiting)
+        return nbytes
+
+    def _check_size(self, frames: Frames, nbytes: int) -> None:
+        if nbytes > self._limit:
+            raise TooLargeError(
+                f"a message of {nbytes} bytes to worker {self.peer.name!r} is over the limit of {self._limit}; "
+                "send it in parts, or raise Options.max_message_bytes on both workers"
+            )
+        if len(frames.header) > MAX_HEADER or len(frames.buffers) > MAX_BUFFERS:
+            raise TooLargeError(
+                f"a message to worker {self.peer.name!r} has a header of {len(frames.header)} bytes and "
+                f"{len(frames.buffers)} buffers; the limits are {MAX_HEADER} and {MAX_BUFFERS}"
+            )
+
+    def _fill_lane(
+        self,
+        frames: Frames,
+        nbytes: int,
+        deadline: float | None,
+        before_waiting: Callable[[], None] | None,
+    ) -> Any:
         """Copies the buffers to where the peer finds them, outside the lock. None: they go inline."""
         return None
 
     def _give_back_lane(self, lane: Any) -> None:
         """Undoes _fill_lane for a message that is not sent."""
 
-    def _compose(self, frames: Frames, nbytes: int, lane: Any) -> tuple[list[Buffer], list[Any]]:
-        """The bytes of a message and the ancillary data beside them; the write lock is held."""
-        return inline_parts(frames, nbytes), []
+    def _compose(self, frames: Frames, nbytes: int, lane: Any) -> list[Buffer]:
+        """The bytes of a message; the write lock is held."""
+        return in_pieces(frames.header, frames.buffers, nbytes)
 
-    def _take_write_lock(self, timeout: float | None, before_waiting: Callable[[], None] | None) -> bool:
-        if self._write_lock.acquire(blocking=False):
-            return True
+    def _wait_for_write_lock(
+        self, timeout: float | None, before_waiting: Callable[[], None] | None
+    ) -> float | None:
+        """Takes the lock that somebody else holds; what is left of the time then."""
         if before_waiting is not None:
             before_waiting()
-        return self._write_lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._write_lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            raise self._too_slow()
+        return _left(deadline)
 
-    def _write_parts(
+    def _too_slow(self) -> TimeoutError:
+        return TimeoutError(f"worker {self.peer.name!r} did not take the message in time")
+
+    def _write_pieces(
         self,
-        parts: list[Buffer],
-        ancillary: list[Any],
+        pieces: list[Buffer],
+        lane: Any,
         timeout: float | None,
         before_waiting: Callable[[], None] | None,
-    ) -> bool:
-        """Writes everything; False if the time was over and another thread took the rest and the lock."""
-        deadline = writable = None
+    ) -> None:
+        """Writes everything. The write lock is held, and is let go: by us, or by the thread that takes over the
+        rest when the time is over."""
+        handed_over = waited = False
+        deadline: float | None = None
         try:
             while True:
                 try:
-                    if len(parts) == 1 and not ancillary:
-                        sent = self._sock.send(parts[0])
-                        if sent == len(parts[0]):
-                            return True
+                    if lane is None and len(pieces) == 1:
+                        sent = self._sock.send(pieces[0])
                     else:
-                        sent = self._sock.sendmsg(parts[:_IOV_MAX], ancillary)
+                        sent = self._send(pieces, lane)
                 except BlockingIOError:
-                    if writable is None:
-                        writable = select.poll()
-                        writable.register(self._fd, select.POLLOUT)
+                    if not waited:
+                        waited = True
                         deadline = None if timeout is None else time.monotonic() + timeout
-                        if before_waiting is not None:
-                            before_waiting()
-                    left = None if deadline is None else deadline - time.monotonic()
-                    if left is not None and left <= 0:
-                        self._leave_to_a_thread(parts, ancillary)
-                        return False
-                    writable.poll(None if left is None else math.ceil(left * 1000))
-                    if self._closed_because:
-                        raise ConnectionClosedError(self._closed_because) from None
+                    try:
+                        self._wait_until_writable(_left(deadline), before_waiting)
+                    except ConnectionClosedError:
+                        raise
+                    except BaseException:  # the time is over, or somebody pressed Ctrl-C
+                        self._leave_to_a_thread(pieces, lane)
+                        handed_over = True
+                        raise
+                    before_waiting = None
                     continue
-                ancillary = []
-                parts = _behind(parts, sent)
-                if not parts:
-                    return True
-        except OSError as error:
-            if isinstance(error, TransportError):
+                lane = None
+                if len(pieces) == 1 and sent == len(pieces[0]):
+                    return
+                pieces = _behind(pieces, sent)
+                if not pieces:
+                    return
+        except BaseException as error:
+            if handed_over or isinstance(error, ConnectionClosedError):
                 raise
-            self.abort(f"the connection with worker {self.peer.name!r} broke: {error}")
-            raise ConnectionClosedError(self._closed_because) from error
+            if isinstance(error, OSError):
+                self._cannot_write(f"the connection with worker {self.peer.name!r} broke: {error}")
+                raise ConnectionClosedError(self._closed_because) from error
+            # Half a message may be out, and nobody can say how much of it.
+            self.abort(f"a message to worker {self.peer.name!r} was interrupted in the middle")
+            raise
+        finally:
+            if not handed_over:
+                self._write_lock.release()
 
-    def _leave_to_a_thread(self, parts: list[Buffer], ancillary: list[Any]) -> None:
+    def _send(self, pieces: list[Buffer], lane: Any) -> int:
+        """Sends what goes at one go. `lane` is given as long as nothing has gone."""
+        return self._sock.sendmsg(pieces[:IOV_MAX])
+
+    def _wait_until_writable(self, timeout: float | None, before_waiting: Callable[[], None] | None) -> None:
+        if before_waiting is not None:
+            before_waiting()
+        if timeout is not None and timeout <= 0:
+            raise self._too_slow()
+        self._wait_for(select.POLLOUT, timeout)
+
+    def _wait_for(self, events: int, timeout: float | None) -> None:
+        """Waits for an event on the socket, or so long.
+
+        Raises:
+            ConnectionClosedError: this end or the other has ended the connection.
+        """
+        poll = select.poll()
+        # RDHUP: a TCP peer that closed, and reads no more, would leave us here for ever.
+        poll.register(self._fd, events | select.POLLRDHUP)
+        found = poll.poll(_milliseconds(timeout))
+        if found and found[0][1] & _HUNG_UP:
+            self._cannot_write(f"worker {self.peer.name!r} closed the connection")
+        if self._closed_because:
+            raise ConnectionClosedError(self._closed_because)
+
+    def _cannot_write(self, reason: str) -> None:
+        """The peer takes nothing any more. What it has sent can be read still, up to the end."""
+        if not self._closed_because:
+            self._closed_because = reason
+
+    def _leave_to_a_thread(self, pieces: list[Buffer], lane: Any) -> None:
         # Half a message is out, so the stream is of no use until the other half is; but the caller's time is
         # over and its tensors are its own again. So the rest is copied, and written by whoever has the time.
-        rest: list[Buffer] = [bytes(part) for part in parts]
+        rest: list[Buffer] = [bytes(piece) for piece in pieces]
 
         def finish() -> None:
             try:
-                self._write_parts(rest, ancillary, None, None)
+                self._write_pieces(rest, lane, None, None)
             except ConnectionClosedError:
                 pass
-            finally:
-                self._write_lock.release()
 
         threading.Thread(target=finish, name=f"telegrad-write-{self.peer.name}", daemon=True).start()
 
@@ -213,159 +266,71 @@ class StreamConnection(Connection):
         frames: list[Frames] = []
         began = spin_until = -1.0
         while True:
-            if self._closed_because:
-                raise ConnectionClosedError(self._closed_because)
+            if self._aborted:
+                raise self._failed_with(self._closed_because)
             try:
-                if self._receive_some():
-                    self._parse(frames)
-                    if frames:
-                        self._on_messages(frames)
-                        return frames
-                    continue
-            except BlockingIOError:
-                if timeout == 0:
+                self._receive_once(frames)
+                if frames:
+                    now = time.monotonic()
+                    # Spinning pays where messages follow each other closely, and costs a core elsewhere.
+                    self._lively = now - self._last_message < _LIVELY
+                    self._last_message = now
                     return frames
+                empty = False
+            except BlockingIOError:
+                empty = True
+            left = timeout
+            if timeout == 0 and empty and not self._reader.in_the_middle:
+                return frames
             now = time.monotonic()
             if began < 0:
                 began = now
                 spin_until = now + (self._max_spin if self._lively else 0.0)
-            left = None if timeout is None else timeout - (now - began)
-            if left is not None and left <= 0:
-                return frames
+            if timeout is not None:
+                left = began + timeout - now
+                if left <= 0:
+                    left += _GRACE if self._reader.in_the_middle else 0.0
+                    if left <= 0:
+                        return frames
+            if not empty:
+                continue
             if now < spin_until:
                 os.sched_yield()
             else:
-                self._readable.poll(None if left is None else math.ceil(left * 1000))
-
-    def _on_messages(self, frames: list[Frames]) -> None:
-        self._messages_in += len(frames)
-        now = time.monotonic()
-        # Spinning pays where messages follow each other closely, and costs a core elsewhere.
-        self._lively = now - self._last_message < _LIVELY
-        self._last_message = now
+                self._readable.poll(_milliseconds(left))
 
     @property
     def linger(self) -> float:
         return self._max_spin if self._lively else 0.0
 
-    def _receive(self, target: memoryview) -> int:
-        return self._sock.recv_into(target)
-
-    def _receive_some(self) -> bool:
-        """Takes what the socket has, once. Raises BlockingIOError if there is nothing."""
-        partial = self._partial
-        if partial is not None:
-            target = partial.target()
-        elif self._end == 0:
-            target = self._inbox_view
-        else:
-            if self._end == len(self._inbox):
-                self._make_room(len(self._inbox) // 2)
-            target = self._inbox_view[self._end :]
+    def _receive_once(self, frames: list[Frames]) -> None:
+        """Takes what the socket has, once, and appends what is whole. Raises BlockingIOError if it has nothing."""
+        reader = self._reader
         try:
-            count = self._receive(target)
-        except BlockingIOError:
+            count = self._receive(reader.target)
+            if not count:
+                where = " in the middle of a message" if reader.in_the_middle else ""
+                self.abort(f"worker {self.peer.name!r} closed the connection{where}")
+                raise ConnectionClosedError(self._closed_because)
+            reader.received(count, frames)
+        except (BlockingIOError, ConnectionClosedError):
             raise
-        except OSError as error:
-            self.abort(f"the connection with worker {self.peer.name!r} broke: {error}")
-            raise ConnectionClosedError(self._closed_because) from error
-        if count == 0:
-            cut = self._partial is not None or self._start != self._end
-            where = " in the middle of a message" if cut else ""
-            self.abort(f"worker {self.peer.name!r} closed the connection{where}")
-            raise ConnectionClosedError(self._closed_because)
-        self._bytes_in += count
-        if partial is not None:
-            partial.received(count)
-        else:
-            self._end += count
-        return True
-
-    def _make_room(self, at_least: int) -> None:
-        """Moves what is left to the front, and grows the inbox if that does not make enough room behind it."""
-        left = self._inbox[self._start : self._end]
-        if len(self._inbox) - len(left) < at_least:
-            self._inbox = bytearray(len(left) + at_least)
-            self._inbox_view = memoryview(self._inbox)
-        self._inbox[: len(left)] = left
-        self._start, self._end = 0, len(left)
-
-    def _parse(self, frames: list[Frames]) -> None:
-        """Takes whole messages out of what was received."""
-        try:
-            if self._partial is not None:
-                if not self._partial.complete:
-                    return
-                frames.append(self._partial.frames())
-                self._partial = None
-            while self._end - self._start >= _PREFIX_SIZE and self._parse_one(frames):
-                pass
         except ProtocolError as error:
+            self._failed_with = ProtocolError
             self.abort(f"closed the connection with worker {self.peer.name!r}: {error}")
+            if not frames:  # else the messages before it come first, and the next read says this
+                raise ProtocolError(self._closed_because) from error
+        except (OSError, MemoryError) as error:
+            self.abort(f"the connection with worker {self.peer.name!r} broke: {error}")
+            if not frames:
+                raise ConnectionClosedError(self._closed_because) from error
+        except BaseException:  # Ctrl-C: what was received may not have been noted
+            self.abort(f"reading from worker {self.peer.name!r} was interrupted")
             raise
-        if self._start == self._end:
-            self._start = self._end = 0
 
-    def _parse_one(self, frames: list[Frames]) -> bool:
-        inbox, start = self._inbox, self._start
-        magic, type_, lane, count, header_length, body_length = PREFIX.unpack_from(inbox, start)
-        if (
-            magic != MAGIC
-            or type_ > FORGET
-            or header_length > MAX_HEADER
-            or count > MAX_BUFFERS
-            or body_length > self._limit
-        ):
-            raise _bad_prefix(magic, type_, count, header_length, body_length, self._limit)
-        head = _PREFIX_SIZE + 8 * count + header_length
-        if lane == SHARED:
-            head += SHARED_PLACE.size
-        if self._end - start < head:
-            if start + head > len(inbox):
-                self._make_room(head)
-            return False
-        at = start + _PREFIX_SIZE
-        lengths = (
-            _LENGTH.unpack_from(inbox, at) if count == 1 else struct.unpack_from(f"<{count}Q", inbox, at)
-        )
-        at += 8 * count
-        if lane == SHARED:
-            place = SHARED_PLACE.unpack_from(inbox, at)
-            at += SHARED_PLACE.size
-            header = bytes(inbox[at : at + header_length])
-            self._start = at + header_length
-            frames.append(Frames(header, self._shared_buffers(place, lengths)))
-            return True
-        header = bytes(inbox[at : at + header_length])
-        at += header_length
-        if type_ == FORGET:
-            self._start = at
-            self._on_forget(header)
-            return True
-        if sum(lengths) != body_length:
-            raise ProtocolError(f"the buffers of a message add up to {sum(lengths)} bytes, not {body_length}")
-        if self._end - at < body_length:
-            self._partial = _Partial(header, lengths, self._private_pool)
-            self._partial.take(memoryview(inbox)[at : self._end])
-            self._start = self._end = 0
-            return False
-        if count == 1:
-            self._start = at + body_length
-            frames.append(Frames(header, [inbox[at : self._start]]))
-            return True
-        buffers: list[Buffer] = []
-        for length in lengths:
-            buffers.append(inbox[at : at + length])
-            at += length
-        self._start = at
-        frames.append(Frames(header, buffers))
-        return True
-
-    def _shared_buffers(self, place: tuple[int, int, int], lengths: Sequence[int]) -> list[Buffer]:
-        raise ProtocolError(f"a message in shared memory over {self.transport}")
-
-    def _on_forget(self, header: bytes) -> None:
-        raise ProtocolError(f"a word about shared memory over {self.transport}")
+    def _receive(self, target: memoryview) -> int:
+        """Like recv_into of the socket; what comes beside the bytes is kept."""
+        return self._sock.recv_into(target)
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -376,19 +341,20 @@ class StreamConnection(Connection):
         try:
             self._watch(self._fd, ARMED)
         except (OSError, ValueError):  # not watched any more
-            if not self._closed_because:
+            if not self._aborted:
                 raise
 
     def disarm(self) -> None:
         try:
             self._watch(self._fd, DISARMED)
         except (OSError, ValueError):
-            if not self._closed_because:
+            if not self._aborted:
                 raise
 
     def abort(self, reason: str = "closed") -> None:
         if not self._closed_because:
             self._closed_because = reason
+        self._aborted = True
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -404,252 +370,45 @@ class StreamConnection(Connection):
             self._disposed = True
             self._poller.unregister(self._fd)
             self._sock.close()
+            self._reader.close()
             self._private_pool.close()
             self._dispose_lane()
 
     def _dispose_lane(self) -> None:
         """Gives back what a lane holds."""
 
+    def abandon(self) -> None:
+        # The copy of the socket must go, or the peer would not see the parent's end while the fork lives.
+        self._closed_because = self._closed_because or FORKED
+        self._aborted = self._disposed = True
+        self.reading, self._write_lock = threading.Lock(), threading.Lock()  # whoever held them is not here
+        self._sock.close()
+        self._private_pool.abandon()
+        self._dispose_lane()
+
+    def tick(self) -> None:
+        self._private_pool.tick()
+
     def statistics(self) -> ConnectionStatistics:
+        reader = self._reader
         return ConnectionStatistics(
-            self.transport, self._messages_out, self._messages_in, self._bytes_out, self._bytes_in
+            self.transport, self._messages_out, reader.messages, self._bytes_out, reader.nbytes
         )
 
 
-class _Partial:
-    """A message whose body is still coming: each buffer is received where it will stay."""
-
-    def __init__(self, header: bytes, lengths: Sequence[int], pool: SegmentPool) -> None:
-        self._header = header
-        large = sum(aligned(n) for n in lengths if n >= SHARED_MEMORY_FROM)
-        memory = pool.take(large).lend() if large else None
-        self._buffers: list[Buffer] = []
-        at = 0
-        for length in lengths:
-            if memory is not None and length >= SHARED_MEMORY_FROM:
-                self._buffers.append(memory[at : at + length])
-                at += aligned(length)
-            else:
-                self._buffers.append(bytearray(length))
-        self._index = 0  # the buffer that is being filled, and how far
-        self._filled = 0
-        self._skip_full()
-
-    def _skip_full(self) -> None:
-        while self._index < len(self._buffers) and self._filled == len(self._buffers[self._index]):
-            self._index += 1
-            self._filled = 0
-
-    @property
-    def complete(self) -> bool:
-        return self._index == len(self._buffers)
-
-    def target(self) -> memoryview:
-        return memoryview(self._buffers[self._index])[self._filled :]
-
-    def received(self, count: int) -> None:
-        self._filled += count
-        self._skip_full()
-
-    def take(self, data: memoryview) -> None:
-        while data:
-            target = self.target()
-            count = min(len(target), len(data))
-            target[:count] = data[:count]
-            self.received(count)
-            data = data[count:]
-
-    def frames(self) -> Frames:
-        return Frames(self._header, self._buffers)
-
-
-def inline_parts(frames: Frames, nbytes: int) -> list[Buffer]:
-    """A message in the inline lane: in one piece if it is small, else in pieces that are not copied."""
-    header, buffers = frames.header, frames.buffers
-    if nbytes < SHARED_MEMORY_FROM:
-        return [_in_one_piece(header, buffers, nbytes)]
-    count = len(buffers)
-    head = PREFIX.pack(MAGIC, MESSAGE, INLINE, count, len(header), nbytes)
-    table = struct.pack(f"<{count}Q", *map(len, buffers))
-    return [head + table + header, *(b for b in buffers if len(b))]
-
-
-def _in_one_piece(header: bytes, buffers: Sequence[Buffer], nbytes: int) -> bytes:
-    if len(buffers) == 1:
-        head = _PREFIX_OF_ONE.pack(MAGIC, MESSAGE, INLINE, 1, len(header), nbytes, nbytes)
-        return b"".join((head, header, buffers[0]))
-    count = len(buffers)
-    head = PREFIX.pack(MAGIC, MESSAGE, INLINE, count, len(header), nbytes)
-    return b"".join((head, struct.pack(f"<{count}Q", *map(len, buffers)), header, *buffers))
-
-
-def _bad_prefix(magic: bytes, type_: int, count: int, header: int, body: int, limit: int) -> ProtocolError:
-    """What is wrong with a prefix; it was looked at before anything was allocated."""
-    if magic != MAGIC or type_ > FORGET:
-        return ProtocolError(f"a frame starts with {magic!r} and type {type_}, not with {MAGIC!r}")
-    return ProtocolError(
-        f"a frame announces a header of {header} bytes, {count} buffers and {body} bytes; "
-        f"the limits are {MAX_HEADER}, {MAX_BUFFERS} and {limit} (Options.max_message_bytes)"
-    )
-
-
-def _behind(parts: list[Buffer], sent: int) -> list[Buffer]:
-    """What remains of the parts after the first `sent` bytes."""
-    for index, part in enumerate(parts):
-        if sent < len(part):
-            rest = [memoryview(part)[sent:], *parts[index + 1 :]] if sent else parts[index:]
-            return list(rest)
-        sent -= len(part)
+def _behind(pieces: list[Buffer], sent: int) -> list[Buffer]:
+    """What remains of the pieces after the first `sent` bytes."""
+    for index, piece in enumerate(pieces):
+        if sent < len(piece):
+            return [memoryview(piece)[sent:], *pieces[index + 1 :]]
+        sent -= len(piece)
     return []
 
 
-# -- the handshake ---------------------------------------------------------------------------------------
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else deadline - time.monotonic()
 
 
-def greet(sock: socket.socket, hello: Hello, address: str) -> Hello:
-    """The connecting side's handshake, on a socket with a timeout.
-
-    Raises:
-        ConnectError: refused, or no answer.
-        VersionError: the peer speaks another wire version.
-    """
-    try:
-        _send_greeting(sock, msgspec.msgpack.encode(hello))
-        answer = msgspec.msgpack.decode(_receive_greeting(sock), type=Hello | str)
-    except VersionError:
-        raise
-    except (OSError, msgspec.MsgspecError, ProtocolError) as error:
-        raise ConnectError(f"no telegrad worker answers at {address}: {error}") from error
-    if isinstance(answer, str):
-        raise ConnectError(f"the worker at {address} refuses the connection: {answer}")
-    return answer
-
-
-def welcome(sock: socket.socket, answer: Callable[[Hello], Hello]) -> Hello:
-    """The accepting side's handshake; returns the peer's Hello.
-
-    Raises:
-        TransportError: not a telegrad worker, another wire version, or one that `answer` refused.
-    """
-    try:
-        try:
-            peer = msgspec.msgpack.decode(_receive_greeting(sock), type=Hello)
-        except VersionError:
-            _send_greeting(sock, msgspec.msgpack.encode("another wire version"))
-            raise
-        try:
-            ours = answer(peer)
-        except TelegradError as error:
-            _send_greeting(sock, msgspec.msgpack.encode(str(error)))
-            raise
-        _send_greeting(sock, msgspec.msgpack.encode(ours))
-    except (OSError, msgspec.MsgspecError) as error:
-        if isinstance(error, TransportError):
-            raise
-        raise ConnectError(f"a handshake failed: {error}") from error
-    return peer
-
-
-def _send_greeting(sock: socket.socket, payload: bytes) -> None:
-    sock.sendall(GREETING.pack(GREETING_MAGIC, WIRE_VERSION, len(payload)) + payload)
-
-
-def _receive_greeting(sock: socket.socket) -> bytes:
-    magic, version, length = GREETING.unpack(_receive_exactly(sock, GREETING.size))
-    if magic != GREETING_MAGIC or length > MAX_GREETING:
-        raise ProtocolError(f"a connection starts with {magic!r}, not with {GREETING_MAGIC!r}")
-    if version != WIRE_VERSION:
-        raise VersionError(
-            f"the peer speaks wire version {version}, this worker version {WIRE_VERSION}: "
-            "install the same version of telegrad everywhere"
-        )
-    return _receive_exactly(sock, length)
-
-
-def _receive_exactly(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = sock.recv(count - len(data))
-        if not piece:
-            raise ProtocolError("the connection ended during the handshake")
-        data += piece
-    return data
-
-
-# -- listening -------------------------------------------------------------------------------------------
-
-
-class StreamListener(Listener):
-    """Accepts connections on threads of the worker's, and hands each on after its handshake."""
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        address: str,
-        poller: Poller,
-        options: Options,
-        accept: Callable[[socket.socket], None],
-    ) -> None:
-        self.address = address
-        self._sock = sock
-        self._poller = poller
-        self._options = options
-        self._accept = accept
-        self._lock = threading.Lock()  # guards the closing of the socket against an accept under way
-        self._closed = False
-        sock.setblocking(False)
-        poller.register(sock.fileno(), self._on_event)
-        poller.watch(sock.fileno(), ARMED)
-
-    def _on_event(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            try:
-                sock, _ = self._sock.accept()
-            except OSError as error:
-                sock = None
-                if not isinstance(error, BlockingIOError):
-                    logger.warning("accepting a connection at %s failed: %s", self.address, error)
-            self._poller.watch(self._sock.fileno(), ARMED)
-        if sock is None:
-            return
-        sock.settimeout(self._options.connect_timeout)
-        try:
-            self._accept(sock)
-        except TelegradError as error:
-            logger.warning("refused a connection at %s: %s", self.address, error)
-            sock.close()
-        except BaseException:
-            sock.close()
-            raise
-
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._poller.unregister(self._sock.fileno())
-            self._sock.close()
-
-
-def connect_socket(family: int, target: Any, address: str, timeout: float) -> socket.socket:
-    """A connected socket with that timeout set.
-
-    Raises:
-        ConnectError: nobody answers there.
-    """
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(timeout)
-        sock.connect(target)
-    except OSError as error:
-        sock.close()
-        raise ConnectError(f"nobody answers at {address}: {error}") from error
-    return sock
-
-
-def split_address(address: str, scheme: str) -> str:
-    if not address.startswith(f"{scheme}://"):
-        raise AddressError(f"{address!r} is not an address of the {scheme} transport")
-    return address.removeprefix(f"{scheme}://")
+def _milliseconds(seconds: float | None) -> int | None:
+    """For poll(2), which takes no more than 24 days at once."""
+    return None if seconds is None else math.ceil(min(max(seconds, 0.0), 1e6) * 1000)

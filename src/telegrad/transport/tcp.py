@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import time
 from collections.abc import Callable
 
 from ..config import Options
-from ..errors import AddressError
+from ..errors import AddressError, ConnectError
 from ..messages import Hello
 from .base import Connection, Listener, Transport
+from .handshake import greet, welcome
+from .listening import StreamListener, connect_socket, split_address
 from .poller import Poller
-from .streams import StreamConnection, StreamListener, connect_socket, greet, split_address, welcome
+from .streams import StreamConnection
 
 
 class TcpConnection(StreamConnection):
@@ -32,35 +35,55 @@ class TcpTransport(Transport):
     def listen(
         self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]
     ) -> Listener:
-        def accept(sock: socket.socket) -> None:
-            peer = welcome(sock, answer)
-            on_connection(TcpConnection(sock, peer, self._poller, self._options))
+        def accept(sock: socket.socket) -> Connection:
+            peer = welcome(sock, answer, self._options.connect_timeout)
+            return TcpConnection(sock, peer, self._poller, self._options)
 
         host = self._options.tcp_host
         _check_listening_host(host, allowed=self._options.insecure_listen_beyond_loopback)
         try:
-            sock = socket.create_server((host, 0), backlog=1024)
+            family, target = _resolve(host, 0)
+            sock = socket.create_server(target, family=family, backlog=1024)
         except OSError as error:
             raise AddressError(f"cannot listen for TCP at {host!r}: {error}; see Options.tcp_host") from error
         address = f"tcp://{host}:{sock.getsockname()[1]}"
-        return StreamListener(sock, address, self._poller, self._options, accept)
+        return StreamListener(sock, address, self._poller, accept, on_connection)
 
     def connect(self, address: str, hello: Hello, timeout: float) -> Connection:
+        deadline = time.monotonic() + timeout
         host, _, port = split_address(address, "tcp").rpartition(":")
-        sock = connect_socket(socket.AF_INET, (host, int(port)), address, timeout)
+        if not host or not port.isdecimal():
+            raise AddressError(f"{address!r} is not of the form tcp://host:port")
         try:
-            peer = greet(sock, hello, address)
+            family, target = _resolve(host, int(port))
+        except OSError as error:
+            raise ConnectError(f"nobody answers at {address}: {error}") from error
+        sock = connect_socket(family, target, address, timeout)
+        try:
+            peer = greet(sock, hello, address, deadline - time.monotonic())
             return TcpConnection(sock, peer, self._poller, self._options)
         except BaseException:
             sock.close()
             raise
 
 
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
+    """The family and address of the first that the name stands for; the same at both ends."""
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return family, (str(target[0]), int(target[1]))
+
+
 def _check_listening_host(host: str, *, allowed: bool) -> None:
     try:
-        loopback = ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
+        loopback, anywhere = address.is_loopback, address.is_unspecified
     except ValueError:
-        loopback = host == "localhost"
+        loopback, anywhere = host == "localhost", not host
+    if anywhere:
+        raise AddressError(
+            f"Options.tcp_host is {host!r}, which stands for every address of this machine; peers are told the same "
+            "address, so name the one that they are to connect to"
+        )
     if not loopback and not allowed:
         raise AddressError(
             f"Options.tcp_host is {host!r}, which other machines can reach, and there is no authentication: "

@@ -8,41 +8,33 @@ after kill -9. Both sides check each other's user id.
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
-
-import msgspec
 
 from ..config import SHARED_MEMORY_FROM, Options
-from ..errors import AddressError, ConnectError, ProtocolError
+from ..errors import AddressError, ConnectError, ConnectionClosedError, ProtocolError
+from ..events import logger
 from ..messages import Hello
 from .base import Buffer, Connection, ConnectionStatistics, Frames, Listener, Transport
+from .handshake import greet, welcome
+from .listening import StreamListener, connect_socket, split_address
 from .poller import Poller
-from .shm import Mappings, Segment, SegmentPool, aligned, copy_into
-from .streams import (
-    FORGET,
-    INLINE,
-    MAGIC,
-    MESSAGE,
-    PREFIX,
-    SHARED,
-    SHARED_PLACE,
-    StreamConnection,
-    StreamListener,
-    connect_socket,
-    greet,
-    inline_parts,
-    split_address,
-    welcome,
-)
+from .shm import FREE, Mappings, Segment, SegmentPool, aligned, copy_into
+from .streams import IOV_MAX, StreamConnection
+from .wire import FrameReader, forget_words, in_pieces, in_segment
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_DESCRIPTORS = socket.CMSG_SPACE(16 * 4)
+_MOST_DESCRIPTORS = 16  # that may have come before the messages that they belong to
+_DESCRIPTORS = socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4)
+_LONGEST_PAUSE = 5e-3
+# As plain numbers: the flags of the socket module are enums, and slow.
+_CLOEXEC, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 
 
 class UnixConnection(StreamConnection):
@@ -51,67 +43,120 @@ class UnixConnection(StreamConnection):
     def __init__(self, sock: socket.socket, peer: Hello, poller: Poller, options: Options) -> None:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, 1 << 20)
-        super().__init__(sock, peer, poller, options)
         self._pool = SegmentPool(options.pool_bytes, shared=True)
+        self._unread_limit = options.peer_byte_limit
+        self._warned = False
         self._mappings = Mappings()  # guarded by `reading`
         self._descriptors: list[int] = []  # received, not yet claimed by a message; guarded by `reading`
+        super().__init__(sock, peer, poller, options)
 
-    def _fill_lane(self, frames: Frames, nbytes: int) -> Segment | None:
+    def _make_reader(self) -> FrameReader:
+        return FrameReader(self._limit, self._private_pool, self._shared_buffers, self._mappings.forget)
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def _fill_lane(
+        self,
+        frames: Frames,
+        nbytes: int,
+        deadline: float | None,
+        before_waiting: Callable[[], None] | None,
+    ) -> Segment | None:
         if nbytes < SHARED_MEMORY_FROM:
             return None
-        segment = self._pool.take(sum(aligned(len(b)) for b in frames.buffers))
+        needed = sum(aligned(len(b)) for b in frames.buffers)
+        if not self._pool.has_room(needed, self._unread_limit):
+            self._wait_for_room(needed, deadline, before_waiting)
         try:
-            target = memoryview(segment.memory)
+            segment = self._pool.take(needed)
+        except ConnectionClosedError:
+            raise
+        except OSError as error:  # there is another way, only slower
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "no shared memory for worker %r, large messages are slower: %s", self.peer.name, error
+                )
+            return None
+        try:
+            target = segment.view()
             for buffer in frames.buffers:
                 copy_into(target, buffer)
                 target = target[aligned(len(buffer)) :]
         except BaseException:
-            segment.mark_free()
+            segment.mark(FREE)
             raise
         return segment
 
+    def _wait_for_room(
+        self, nbytes: int, deadline: float | None, before_waiting: Callable[[], None] | None
+    ) -> None:
+        """Waits while the peer has too much to read: the socket alone holds thousands of messages whose bytes
+        lie elsewhere. The peer says nothing when it reads, so we look now and then."""
+        if before_waiting is not None:
+            before_waiting()
+        pause = 1e-4
+        while not self._pool.has_room(nbytes, self._unread_limit):
+            left = pause if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise self._too_slow()
+            self._wait_for(0, min(left, pause))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
     def _give_back_lane(self, lane: Segment | None) -> None:
         if lane is not None:
-            lane.mark_free()
+            lane.mark(FREE)
 
-    def _compose(self, frames: Frames, nbytes: int, lane: Segment | None) -> tuple[list[Buffer], list[Any]]:
-        forget = self._compose_forget()
+    def _compose(self, frames: Frames, nbytes: int, lane: Segment | None) -> list[Buffer]:
         if lane is None:
-            return forget + inline_parts(frames, nbytes), []
-        ancillary: list[Any] = []
-        if not lane.passed_on:
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [lane.fd]))]
-        count = len(frames.buffers)
-        head = PREFIX.pack(MAGIC, MESSAGE, SHARED, count, len(frames.header), 0)
-        table = struct.pack(f"<{count}Q", *map(len, frames.buffers))
-        place = SHARED_PLACE.pack(lane.id, lane.capacity, not lane.passed_on)
-        lane.passed_on = True
-        return [b"".join((*forget, head, table, place, frames.header))], ancillary
+            pieces = in_pieces(frames.header, frames.buffers, nbytes)
+        else:
+            fresh = not lane.passed_on
+            pieces = [in_segment(frames.header, frames.buffers, lane.id, lane.capacity, fresh=fresh)]
+            lane.passed_on = True
+        if dropped := self._pool.take_dropped():
+            pieces.insert(0, forget_words(dropped))
+        return pieces
 
-    def _compose_forget(self) -> list[Buffer]:
-        dropped = self._pool.take_dropped()
-        if not dropped:
-            return []
-        ids = msgspec.msgpack.encode(dropped)
-        return [PREFIX.pack(MAGIC, FORGET, INLINE, 0, len(ids), 0) + ids]
+    def _send(self, pieces: list[Buffer], lane: Segment | None) -> int:
+        if lane is None or lane.fd < 0:
+            return self._sock.sendmsg(pieces[:IOV_MAX])
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [lane.fd]))
+        try:
+            sent = self._sock.sendmsg(pieces, [rights])
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            # The system lets only so many descriptors of one user be on their way.
+            self._wait_for(0, _LONGEST_PAUSE)
+            raise BlockingIOError from error
+        lane.close()  # it is the peer's now; the mapping stays
+        return sent
+
+    # -- reading ---------------------------------------------------------------------------------------
 
     def _receive(self, target: memoryview) -> int:
-        count, ancillary, _, _ = self._sock.recvmsg_into([target], _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-        for level, type_, data in ancillary:
-            if level == socket.SOL_SOCKET and type_ == socket.SCM_RIGHTS:
-                self._descriptors.extend(array.array("i", data[: len(data) - len(data) % 4]))
+        count, ancillary, flags, _ = self._sock.recvmsg_into([target], _DESCRIPTORS, _CLOEXEC)
+        if ancillary or flags & _TRUNCATED:
+            for level, type_, data in ancillary:
+                if level == socket.SOL_SOCKET and type_ == socket.SCM_RIGHTS:
+                    self._descriptors.extend(array.array("i", data[: len(data) - len(data) % 4]))
+            if flags & _TRUNCATED or len(self._descriptors) > _MOST_DESCRIPTORS:
+                raise ProtocolError(
+                    "a descriptor was lost: this process has no more to spare (ulimit -n), or too many came"
+                )
         return count
 
     def _shared_buffers(self, place: tuple[int, int, int], lengths: Sequence[int]) -> list[Buffer]:
         id, capacity, fresh = place
-        if sum(map(aligned, lengths)) > capacity:
+        nbytes = sum(map(aligned, lengths))
+        if nbytes > capacity:
             raise ProtocolError(f"a message of {sum(lengths)} bytes does not fit its segment of {capacity}")
         if fresh:
             if not self._descriptors:
                 raise ProtocolError(f"shared segment {id} was announced, but its descriptor did not come")
             self._mappings.adopt(id, capacity, self._descriptors.pop(0))
-        memory = self._mappings.lend(id, capacity)
-        self._bytes_in += sum(lengths)
+        memory = self._mappings.lend(id, capacity, nbytes)
         buffers: list[Buffer] = []
         at = 0
         for length in lengths:
@@ -119,11 +164,22 @@ class UnixConnection(StreamConnection):
             at += aligned(length)
         return buffers
 
-    def _on_forget(self, header: bytes) -> None:
+    # -- life ------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        super().tick()
+        self._pool.tick()
+        if not self._pool.has_dropped or not self._write_lock.acquire(blocking=False):
+            return  # whoever writes says it, or the next tick does
         try:
-            self._mappings.forget(msgspec.msgpack.decode(header, type=list[int]))
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"a word about shared memory that makes no sense: {error}") from error
+            words = forget_words(self._pool.take_dropped())
+        except BaseException:
+            self._write_lock.release()
+            raise
+        try:
+            self._write_pieces([words], None, 0.0, None)
+        except (TimeoutError, ConnectionClosedError):
+            pass
 
     def _dispose_lane(self) -> None:
         self._pool.close()
@@ -131,6 +187,10 @@ class UnixConnection(StreamConnection):
         for fd in self._descriptors:
             os.close(fd)
         self._descriptors.clear()
+
+    def abandon(self) -> None:
+        self._pool.abandon()
+        super().abandon()
 
     def statistics(self) -> ConnectionStatistics:
         total, free = self._pool.sizes()
@@ -147,24 +207,25 @@ class UnixTransport(Transport):
     def listen(
         self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]
     ) -> Listener:
-        def accept(sock: socket.socket) -> None:
+        def accept(sock: socket.socket) -> Connection:
             _check_user(sock)
-            peer = welcome(sock, answer)
-            on_connection(UnixConnection(sock, peer, self._poller, self._options))
+            peer = welcome(sock, answer, self._options.connect_timeout)
+            return UnixConnection(sock, peer, self._poller, self._options)
 
         try:
             sock, path_fd = _bind_unseen()
         except OSError as error:
             raise AddressError(f"cannot listen on a unix socket: {error}") from error
         address = f"unix:///proc/{os.getpid()}/fd/{path_fd}"
-        return _UnixListener(sock, address, self._poller, self._options, accept, path_fd)
+        return _UnixListener(sock, address, self._poller, accept, on_connection, path_fd)
 
     def connect(self, address: str, hello: Hello, timeout: float) -> Connection:
+        deadline = time.monotonic() + timeout
         path = split_address(address, "unix")
         sock = connect_socket(socket.AF_UNIX, path, address, timeout)
         try:
             _check_user(sock)
-            peer = greet(sock, hello, address)
+            peer = greet(sock, hello, address, deadline - time.monotonic())
             return UnixConnection(sock, peer, self._poller, self._options)
         except BaseException:
             sock.close()
@@ -172,22 +233,29 @@ class UnixTransport(Transport):
 
 
 class _UnixListener(StreamListener):
-    def __init__(self, *args: Any) -> None:
-        *rest, self._path_fd = args
-        super().__init__(*rest)
+    def __init__(
+        self,
+        sock: socket.socket,
+        address: str,
+        poller: Poller,
+        accept: Callable[[socket.socket], Connection],
+        on_connection: Callable[[Connection], None],
+        path_fd: int,
+    ) -> None:
+        self._path_fd = path_fd
+        super().__init__(sock, address, poller, accept, on_connection)
 
-    def close(self) -> None:
-        super().close()
-        if self._path_fd >= 0:
-            os.close(self._path_fd)
-            self._path_fd = -1
+    def _close_descriptors(self) -> None:
+        super()._close_descriptors()
+        os.close(self._path_fd)
 
 
 def _bind_unseen() -> tuple[socket.socket, int]:
     """A listening socket with no name in the file system, and a descriptor of its place."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     directory = tempfile.mkdtemp(prefix="telegrad-")
-    path = os.path.join(directory, "socket")
+    directory_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    path = f"/proc/self/fd/{directory_fd}/socket"  # short, wherever TMPDIR is: a socket's path has 107 bytes
     try:
         sock.bind(path)
         sock.listen(1024)
@@ -198,11 +266,12 @@ def _bind_unseen() -> tuple[socket.socket, int]:
     finally:
         if os.path.exists(path):
             os.unlink(path)
+        os.close(directory_fd)
         os.rmdir(directory)
 
 
 def _check_user(sock: socket.socket) -> None:
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
-    if uid not in (os.getuid(), 0):
-        raise ConnectError(f"the process at the other end belongs to user {uid}, not to {os.getuid()}")
+    if uid not in (os.geteuid(), 0):
+        raise ConnectError(f"the process at the other end belongs to user {uid}, not to {os.geteuid()}")

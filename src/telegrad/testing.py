@@ -1,0 +1,627 @@
+"""For those who write a transport, or test against one. Nothing here needs pytest.
+
+    check_transport(make)   holds a transport to the contract in transport/base.py
+    connected(name)         two connected ends of one of telegrad's own transports
+
+A check gets the two ends of a fresh connection, and runs once in each direction, for the end that connected
+and the end that accepted are often not alike. Nothing here sleeps to let something happen: threads are put in
+order with events, and a wait that takes too long prints all stacks and fails.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .config import Options
+from .errors import ConnectionClosedError, TooLargeError
+from .messages import Hello
+from .threads import Threads
+from .transport.base import Buffer, Connection, Frames, Transport
+from .transport.inproc import Hub, InprocTransport
+from .transport.poller import Poller
+from .transport.tcp import TcpTransport
+from .transport.unix import UnixTransport
+
+KIB, MIB = 1 << 10, 1 << 20
+WAIT = 20.0  # seconds that anything which should happen may take
+QUIET = 0.05  # seconds in which something that should not happen did not
+OPTIONS = Options(max_message_bytes=32 * MIB, peer_byte_limit=4 * MIB)
+
+Pair = tuple[Connection, Connection]
+MakePair = Callable[[Options], AbstractContextManager[Pair]]
+Check = Callable[[Connection, Connection], None]
+
+
+def check_transport(make: MakePair, checks: Sequence[Check] | None = None) -> None:
+    """Holds a transport to its contract: order, sizes, privacy, waiting, arming, back-pressure, endings.
+
+    `make(options)` is a context manager that gives the two ends of one connection, made with these options
+    and not armed. While it lasts it calls `on_readable` of ends that are armed, on threads of its own; at its
+    end it disposes of both ends, which may have been disposed of before. `checks` are all of them, or some.
+
+    Raises:
+        AssertionError: what the transport does not keep to. Whatever else a check runs into goes through.
+    """
+    for check in ALL_CHECKS if checks is None else checks:
+        options = Options(max_message_bytes=1000) if check is refuses_what_is_too_large else OPTIONS
+        for order in (1, -1):
+            with make(options) as ends:
+                one, other = ends[::order]
+                try:
+                    check(one, other)
+                except BaseException as error:
+                    which = "the first end to the second" if order == 1 else "the second end to the first"
+                    error.add_note(f"in {check.__name__}(), from {which}")
+                    raise
+
+
+@contextmanager
+def connected(transport: str, options: Options = OPTIONS) -> Iterator[Pair]:
+    """Two connected ends of "inproc", "unix" or "tcp", with threads that call on_readable."""
+    poller = Poller()
+    threads = Threads("testing", poller, idle_timeout=60.0, on_start=lambda: None)
+    threads.start()
+    way: Transport
+    if transport == "inproc":
+        way = InprocTransport(Hub(), threads.submit, options)
+    else:
+        way = {"unix": UnixTransport, "tcp": TcpTransport}[transport](poller, options)
+    accepted: list[Connection] = []
+    arrived = threading.Event()
+
+    def on_connection(connection: Connection) -> None:
+        accepted.append(connection)
+        arrived.set()
+
+    listener = way.listen(lambda hello: Hello("testing", 2, "far"), on_connection)
+    ends: list[Connection] = []
+    try:
+        ends.append(way.connect(listener.address, Hello("testing", 1, "near", to=2), timeout=WAIT))
+        _wait_for(arrived, "the connection was not accepted")
+        yield ends[0], accepted[0]
+    finally:
+        listener.close()
+        for end in (*ends, *accepted):
+            end.dispose()
+        if not threads.close(timeout=WAIT):
+            raise AssertionError("a thread that called on_readable never came back")
+        poller.close()
+
+
+# -- order, sizes, privacy -------------------------------------------------------------------------------
+
+
+def keeps_the_order(one: Connection, other: Connection) -> None:
+    sizes = [n * 1009 % (100 * KIB) for n in range(100)]
+    writing = _Task(lambda: [one.write(_message(n, size)) for n, size in enumerate(sizes)])
+    for n, frames in enumerate(_read(other, len(sizes))):
+        _expect_message(frames, n, sizes[n])
+    _expect(writing.result() == sizes, "write() returns the size of the buffers")
+
+
+def carries_any_size(one: Connection, other: Connection) -> None:
+    several: list[list[Buffer]] = [
+        [],
+        [b""],
+        [b"", b"x", b""],
+        [_pattern(1, 70 * KIB), b"", bytearray(_pattern(2, 5)), memoryview(_pattern(3, 64 * KIB)), b""],
+        [_pattern(n, n % 7) for n in range(3000)],
+        [_pattern(n, 100) for n in range(3000)],
+        [_pattern(n, n * KIB) for n in range(100)],
+    ]
+    for size in (0, 1, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, 300 * KIB, 5 * MIB):
+        several.append([_pattern(size, size)])
+        several.append([memoryview(bytearray(_pattern(size, size)))])
+    for header in (b"", b"h", _pattern(1, 100 * KIB)):
+        for buffers in several:
+            writing = _Task(one.write, Frames(header, buffers))
+            (frames,) = _read(other, 1)
+            writing.result()
+            _expect(frames.header == header, f"the header of {len(header)} bytes came as another one")
+            _expect(
+                [len(b) for b in frames.buffers] == [len(b) for b in buffers], "buffers have other lengths"
+            )
+            _expect(all(map(_same, frames.buffers, buffers)), "buffers came with other bytes")
+
+
+def goes_both_ways_at_once(one: Connection, other: Connection) -> None:
+    sizes = [100, 300 * KIB, 64 * KIB, 0, 3 * MIB] * 8
+
+    def write(end: Connection) -> None:
+        for n, size in enumerate(sizes):
+            end.write(_message(n, size))
+
+    tasks = [_Task(write, end) for end in (one, other)]
+    readers = [_Task(_read, end, len(sizes)) for end in (one, other)]
+    for task in tasks:
+        task.result()
+    for reader in readers:
+        for n, frames in enumerate(reader.result()):
+            _expect_message(frames, n, sizes[n])
+
+
+def keeps_buffers_private(one: Connection, other: Connection) -> None:
+    for size in (100, 64 * KIB, MIB):
+        source = bytearray(_pattern(1, size))
+        for _ in range(3):
+            one.write(Frames(b"", [source, source]))
+            source[:] = bytes(size)
+            (frames,) = _read(other, 1)
+            first, second = frames.buffers
+            _expect(
+                _same(first, _pattern(1, size)), "what the sender wrote after write() shows at the receiver"
+            )
+            _expect(not memoryview(first).readonly, "a received buffer is read-only")
+            first[:] = _pattern(2, size)  # type: ignore[index]
+            _expect(_same(second, _pattern(1, size)), "two received buffers share memory")
+            _expect(source == bytes(size), "what the receiver writes shows at the sender")
+            one.write(Frames(b"", [source]))
+            _read(other, 1)
+            _expect(
+                _same(first, _pattern(2, size)), "a buffer that is still held was used for another message"
+            )
+            source[:] = _pattern(1, size)
+
+
+def leaves_buffers_to_their_receiver(one: Connection, other: Connection) -> None:
+    held = []
+    for n, size in enumerate((100, 64 * KIB, 2 * MIB)):
+        writing = _Task(one.write, _message(n, size))
+        held.extend(_read(other, 1))
+        writing.result()
+    one.tick()
+    other.tick()
+    one.dispose()
+    other.dispose()
+    for n, frames in enumerate(held):
+        _expect_message(frames, n, len(frames.buffers[0]))
+        frames.buffers[0][:] = bytes(len(frames.buffers[0]))  # type: ignore[index]
+
+
+def uses_memory_again(one: Connection, other: Connection) -> None:
+    size, count, warm_up = 2 * MIB, 200, 20
+    message = _message(0, size)
+    resident = 0
+    for n in range(count):
+        writing = _Task(one.write, message)
+        _read(other, 1)
+        writing.result()
+        if n == warm_up:
+            resident = _resident_bytes()
+    grown = _resident_bytes() - resident
+    _expect(grown < 8 * size, f"{count - warm_up} messages of {size} bytes left {grown} bytes behind")
+    shared = one.statistics().shared_bytes
+    _expect(
+        shared <= 4 * size, f"the sender holds {shared} bytes of shared memory for messages of {size} bytes"
+    )
+
+
+# -- waiting ---------------------------------------------------------------------------------------------
+
+
+def waits_as_long_as_it_is_told(one: Connection, other: Connection) -> None:
+    for timeout in (0, 0.0, 1e-4, 0.02):
+        began = time.monotonic()
+        with other.reading:
+            _expect(other.read(timeout) == [], "read() found a message that nobody sent")
+        _expect(time.monotonic() - began < timeout + WAIT / 4, f"read({timeout}) did not come back in time")
+    for limit in (None, WAIT):
+        about_to_read = threading.Event()
+
+        def read(limit: float | None, about_to_read: threading.Event) -> list[Frames]:
+            about_to_read.set()
+            return _read(other, 1, limit)
+
+        reading = _Task(read, limit, about_to_read)
+        _wait_for(about_to_read, "the reader did not start")
+        one.write(_message(1, 100))
+        _expect_message(reading.result()[0], 1, 100)
+    one.write(_message(2, 100))
+    one.write(_message(3, 100))
+    for n, frames in enumerate(_read(other, 2, timeout=0), start=2):
+        _expect_message(frames, n, 100)
+
+
+def calls_on_readable_once(one: Connection, other: Connection) -> None:
+    calls: list[int] = []
+    called = threading.Event()
+
+    def on_readable(connection: Connection) -> None:
+        _expect(connection is other, "on_readable got another connection")
+        calls.append(threading.get_ident())
+        called.set()
+
+    def expect_call(why: str) -> None:
+        _wait_for(called, f"on_readable was not called {why}")
+        called.clear()
+        _expect(not called.wait(QUIET), f"on_readable was called twice {why}")
+
+    def expect_none(why: str) -> None:
+        _expect(not called.wait(QUIET), f"on_readable was called {why}")
+
+    other.on_readable = on_readable
+    one.write(_message(0, 10))
+    expect_none("though it was not armed")
+    other.arm()
+    expect_call("when there was something already")
+    one.write(_message(1, 10))
+    expect_none("though it was not armed again")
+    _read(other, 2)
+    other.arm()
+    expect_none("though everything was read")
+    one.write(_message(2, 10))
+    expect_call("when a message came")
+    _read(other, 1)
+    other.arm()
+    other.disarm()
+    one.write(_message(3, 10))
+    expect_none("though it was disarmed")
+    other.arm()
+    expect_call("when it was armed after it had been disarmed")
+    _read(other, 1)
+    other.arm()
+    one.abort()
+    expect_call("when the peer ended the connection")
+    _expect(threading.get_ident() not in calls, "on_readable was called by the one who armed it")
+
+
+def passes_reading_on(one: Connection, other: Connection) -> None:
+    """Threads take turns, in the middle of messages too; then the threads behind on_readable do."""
+    count, size = 30, 700 * KIB
+    found: list[Frames] = []
+
+    def read_in_turns() -> None:
+        while len(found) < count:
+            with other.reading:
+                found.extend(other.read(1e-3))
+
+    readers = [_Task(read_in_turns) for _ in range(3)]
+    for n in range(count):
+        one.write(_message(n, size), timeout=WAIT)
+    for reader in readers:
+        reader.result()
+    for n, frames in enumerate(found):
+        _expect_message(frames, n, size)
+    _serve(other, lambda end, found: [end.write(frames, WAIT) for frames in found])
+    for n in range(100):
+        one.write(_message(n, n * KIB), timeout=WAIT)
+        (frames,) = _read(one, 1)
+        _expect_message(frames, n, n * KIB)
+
+
+# -- back-pressure ---------------------------------------------------------------------------------------
+
+
+def stops_a_writer_whose_peer_does_not_read(one: Connection, other: Connection) -> None:
+    for size in (16 * KIB, 256 * KIB):
+        waited = threading.Event()
+        taken = _fill(one, size, waited)
+        _expect(waited.is_set(), "before_waiting was not called before a write waited")
+        writing = _Task(one.write, Frames(b"the last", []), WAIT)
+        came = _read_until(other, b"the last")
+        writing.result()
+        # All that were taken, and perhaps the one that was too late: whole, and in its place.
+        _expect(len(came) in (taken, taken + 1), f"{taken} messages were taken, and {len(came)} came")
+        for n, frames in enumerate(came):
+            _expect_message(frames, n, size)
+
+
+def lets_both_ends_write_while_they_wait(one: Connection, other: Connection) -> None:
+    """Both hold `reading` and write more than the other takes at once: before_waiting lets it go."""
+    size, count = 256 * KIB, 200
+    got: dict[Connection, list[Frames]] = {one: [], other: []}
+    done = {one: threading.Event(), other: threading.Event()}
+
+    def on_messages(connection: Connection, found: list[Frames]) -> None:
+        got[connection].extend(found)
+        if len(got[connection]) == count:
+            done[connection].set()
+
+    def write(connection: Connection) -> None:
+        for n in range(count):
+            held = [None] if connection.reading.acquire(blocking=False) else []
+            if held:
+                connection.disarm()
+
+            def let_go(held: list[None] = held) -> None:
+                if held:
+                    held.pop()
+                    connection.pass_on()
+
+            connection.write(_message(n, size), timeout=WAIT, before_waiting=let_go)
+            let_go()
+
+    for end in (one, other):
+        _serve(end, on_messages)
+    writers = [_Task(write, end) for end in (one, other)]
+    for writer in writers:
+        writer.result()
+    for end in (one, other):
+        _wait_for(done[end], "not all messages came")
+        # The threads that read them took them up in whatever order.
+        for n, frames in enumerate(sorted(got[end], key=lambda frames: int(frames.header.split()[1]))):
+            _expect_message(frames, n, size)
+
+
+def refuses_what_is_too_large(one: Connection, other: Connection) -> None:
+    """With a limit of 1000 bytes."""
+    for size in (1001, 64 * KIB, 10 * MIB):
+        try:
+            one.write(Frames(b"h", [bytes(size)]))
+        except TooLargeError:
+            continue
+        _expect(False, f"a message of {size} bytes was taken, over the limit of 1000")
+    one.write(_message(1, 1000))
+    one.write(_message(2, 10))
+    first, second = _read(other, 2)
+    _expect_message(first, 1, 1000)
+    _expect_message(second, 2, 10)
+
+
+# -- endings ---------------------------------------------------------------------------------------------
+
+
+def wakes_readers_when_it_ends(one: Connection, other: Connection) -> None:
+    begun = threading.Barrier(3)
+
+    def read(end: Connection) -> str:
+        with end.reading:
+            begun.wait(WAIT)
+            try:
+                while True:
+                    end.read(None)
+            except ConnectionClosedError as error:
+                return str(error)
+
+    tasks = [_Task(read, end) for end in (one, other)]
+    begun.wait(WAIT)
+    one.abort("enough")
+    near, far = (task.result() for task in tasks)
+    _expect("enough" in near, f"the end that aborted says {near!r}, not its reason")
+    _expect(one.peer.name not in far, f"the other end blames itself: {far!r}")
+    one.abort("again")
+    other.abort("again")
+    _expect_closed(one)
+    _expect_closed(other)
+
+
+def wakes_writers_when_it_ends(one: Connection, other: Connection) -> None:
+    waiting = {one: threading.Event(), other: threading.Event()}
+
+    def write(end: Connection) -> None:
+        try:
+            while True:
+                end.write(_message(0, 256 * KIB), None, waiting[end].set)
+        except ConnectionClosedError:
+            return
+
+    tasks = [_Task(write, end) for end in (one, other)]
+    for event in waiting.values():
+        _wait_for(event, "a writer whose peer does not read never waited")
+    one.abort()
+    tasks[0].result()
+    one.dispose()
+    tasks[1].result()
+    _expect_closed(one)
+    _expect_closed(other)
+
+
+def can_be_disposed_of_at_any_time(one: Connection, other: Connection) -> None:
+    answering = threading.Event()
+
+    def keep_writing() -> None:
+        try:
+            while True:
+                one.write(_message(0, 100 * KIB), timeout=WAIT)
+        except ConnectionClosedError:
+            return
+
+    def keep_reading() -> None:
+        try:
+            while True:
+                with other.reading:
+                    other.read(0.01)
+                answering.set()
+        except ConnectionClosedError:
+            return
+
+    tasks = [_Task(keep_writing), _Task(keep_writing), _Task(keep_reading), _Task(keep_reading)]
+    _wait_for(answering, "nothing was read")
+    disposing = [_Task(end.dispose) for end in (one, other, one, other)]
+    for task in (*disposing, *tasks):
+        task.result()
+    for end in (one, other):
+        end.dispose()
+        end.abort()
+        end.arm()
+        end.disarm()
+        end.tick()
+        _expect(end.statistics().transport == end.transport, "statistics() of a connection that has ended")
+        _expect_closed(end)
+
+
+def counts_what_it_does(one: Connection, other: Connection) -> None:
+    sizes = [0, 10, 64 * KIB, 300 * KIB]
+    for n, size in enumerate(sizes):
+        writing = _Task(one.write, _message(n, size))
+        _read(other, 1)
+        writing.result()
+    out, back = one.statistics(), other.statistics()
+    expected = sum(sizes) + sum(len(_message(n, 0).header) for n in range(len(sizes)))
+    _expect((out.messages_out, out.bytes_out) == (len(sizes), expected), f"the sender counted {out}")
+    _expect((back.messages_in, back.bytes_in) == (len(sizes), expected), f"the receiver counted {back}")
+    nothing = (out.messages_in, out.bytes_in, back.messages_out, back.bytes_out)
+    _expect(nothing == (0, 0, 0, 0), "messages were counted that nobody sent")
+    _expect(out.shared_bytes_free <= out.shared_bytes, "more shared memory is free than there is")
+
+
+ALL_CHECKS: tuple[Check, ...] = (
+    keeps_the_order,
+    carries_any_size,
+    goes_both_ways_at_once,
+    keeps_buffers_private,
+    leaves_buffers_to_their_receiver,
+    uses_memory_again,
+    waits_as_long_as_it_is_told,
+    calls_on_readable_once,
+    passes_reading_on,
+    stops_a_writer_whose_peer_does_not_read,
+    lets_both_ends_write_while_they_wait,
+    refuses_what_is_too_large,
+    wakes_readers_when_it_ends,
+    wakes_writers_when_it_ends,
+    can_be_disposed_of_at_any_time,
+    counts_what_it_does,
+)
+
+
+# -- what the checks are made of -------------------------------------------------------------------------
+
+
+def _expect(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise AssertionError(otherwise)
+
+
+def _wait_for(event: threading.Event, otherwise: str) -> None:
+    if not event.wait(WAIT):
+        faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+        raise AssertionError(f"{otherwise}, within {WAIT:.0f} s")
+
+
+class _Task:
+    """A function on a thread of its own."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._function = partial(function, *args)
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="telegrad-testing", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._function()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def result(self) -> Any:
+        """What the function returned, or raised."""
+        _wait_for(self._ended, "a thread of the check did not end")
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def _pattern(seed: int, size: int) -> bytes:
+    """Bytes that are not those of another seed, nor the same ones shifted."""
+    row = bytes((seed * 31 + n * 7 + n // 256) % 251 for n in range(min(size, 1021)))
+    return (row * (size // len(row) + 1))[:size] if size else b""
+
+
+def _message(n: int, size: int) -> Frames:
+    return Frames(f"message {n}".encode(), [_pattern(n, size)])
+
+
+def _same(one: Buffer, other: Buffer) -> bool:
+    return memoryview(one) == memoryview(other)
+
+
+def _expect_message(frames: Frames, n: int, size: int) -> None:
+    _expect(frames.header == f"message {n}".encode(), f"{bytes(frames.header)!r} came instead of message {n}")
+    (buffer,) = frames.buffers
+    _expect(len(buffer) == size, f"message {n} came with {len(buffer)} bytes, not {size}")
+    _expect(_same(buffer, _pattern(n, size)), f"message {n} came with other bytes")
+
+
+def _read(end: Connection, count: int, timeout: float | None = 0.1) -> list[Frames]:
+    """So many messages, and not one more."""
+    deadline = time.monotonic() + WAIT
+    found: list[Frames] = []
+    while len(found) < count:
+        with end.reading:
+            found += end.read(timeout)
+        if len(found) < count and time.monotonic() > deadline:
+            raise AssertionError(f"{len(found)} of {count} messages came within {WAIT:.0f} s")
+    _expect(len(found) == count, "more messages came than were sent")
+    return found
+
+
+def _read_until(end: Connection, header: bytes) -> list[Frames]:
+    """What comes before the message with that header."""
+    found: list[Frames] = []
+    deadline = time.monotonic() + WAIT
+    while not found or found[-1].header != header:
+        with end.reading:
+            found += end.read(0.1)
+        _expect(time.monotonic() < deadline, f"{header!r} did not come within {WAIT:.0f} s")
+    return found[:-1]
+
+
+def _fill(end: Connection, size: int, waited: threading.Event) -> int:
+    """Writes until the peer, who does not read, takes no more; how many it took."""
+    for n in range(200 * MIB // size):
+        try:
+            end.write(_message(n, size), 0.1, waited.set)
+        except TimeoutError:
+            return n
+    raise AssertionError(f"{200 * MIB} bytes were taken by a peer that does not read")
+
+
+def _serve(end: Connection, on_messages: Callable[[Connection, list[Frames]], object]) -> None:
+    """Lets the threads behind on_readable take turns at an end, as those of a worker do."""
+
+    def on_readable(connection: Connection) -> None:
+        if not connection.reading.acquire(blocking=False):
+            return  # somebody else reads, and arms the connection when done
+        try:
+            found = connection.read(0)
+        except ConnectionClosedError:
+            connection.reading.release()
+            return
+        connection.pass_on()
+        on_messages(connection, found)
+
+    end.on_readable = on_readable
+    end.arm()
+
+
+def _expect_closed(end: Connection) -> None:
+    """Neither end writes any more, and once all that came is read, neither reads."""
+    for action in (lambda: end.write(_message(0, 10)), lambda: end.write(_message(0, MIB))):
+        _expect_error(action)
+    with end.reading:
+        for _ in range(10_000):
+            try:
+                end.read(WAIT)
+            except ConnectionClosedError:
+                break
+        else:
+            raise AssertionError("read() goes on after the connection's end")
+        _expect_error(lambda: end.read(None))
+
+
+def _expect_error(action: Callable[[], object]) -> None:
+    for _ in range(1000):  # the other end's write may not know at once
+        try:
+            action()
+        except ConnectionClosedError:
+            return
+    raise AssertionError("the connection has ended, and a read or a write went through")
+
+
+def _resident_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * KIB
+    return 0

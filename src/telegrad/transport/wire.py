@@ -1,0 +1,331 @@
+"""The bytes of a message on a stream: `unix` and `tcp` speak this. docs/wire-format.md has the details.
+
+    prefix   magic, type, lane, number of buffers, length of the header, bytes that follow the header
+    table    the length of each buffer (8 bytes each); in the shared lane also which segment they lie in
+    header   the envelope
+    body     the buffers one after the other, in the inline lane; nothing in the shared lane
+
+Nothing here touches a socket. What a peer announces is checked before anything is allocated for it, and
+memory grows only as fast as bytes come in.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from ..config import SHARED_MEMORY_FROM
+from ..errors import ProtocolError
+from .base import Buffer, Frames
+from .shm import SegmentPool, aligned
+
+PREFIX = struct.Struct("<2sBBIIQ")
+SHARED_PLACE = struct.Struct("<QQB")  # segment id, its capacity, whether its descriptor comes along
+MAGIC = b"tg"
+MESSAGE, FORGET = 0, 1  # types
+INLINE, SHARED = 0, 1  # lanes
+
+MAX_HEADER = 16 << 20
+MAX_BUFFERS = 1 << 20
+INBOX = 256 << 10
+
+_PREFIX_OF_ONE = struct.Struct("<2sBBIIQQ")  # with the table of one buffer
+_LENGTH = struct.Struct("<Q")
+_PREFIX_SIZE = PREFIX.size
+_MANY = 1000  # ids in one FORGET
+
+
+# -- writing -----------------------------------------------------------------------------------------------
+
+
+def in_one_piece(header: bytes, buffers: Sequence[Buffer], nbytes: int) -> bytes:
+    """A small message in the inline lane."""
+    count = len(buffers)
+    if count == 1:
+        head = _PREFIX_OF_ONE.pack(MAGIC, MESSAGE, INLINE, 1, len(header), nbytes, nbytes)
+        return b"".join((head, header, buffers[0]))
+    head = PREFIX.pack(MAGIC, MESSAGE, INLINE, count, len(header), nbytes)
+    return b"".join((head, struct.pack(f"<{count}Q", *map(len, buffers)), header, *buffers))
+
+
+def in_pieces(header: bytes, buffers: Sequence[Buffer], nbytes: int) -> list[Buffer]:
+    """A large message in the inline lane: what is large is not copied, what is small is joined."""
+    count = len(buffers)
+    pieces: list[Buffer] = []
+    small: list[Buffer] = [
+        PREFIX.pack(MAGIC, MESSAGE, INLINE, count, len(header), nbytes),
+        struct.pack(f"<{count}Q", *map(len, buffers)),
+        header,
+    ]
+    for buffer in buffers:
+        if len(buffer) < SHARED_MEMORY_FROM:
+            small.append(buffer)
+            continue
+        if small:
+            pieces.append(b"".join(small))
+            small = []
+        pieces.append(buffer)
+    if small:
+        pieces.append(b"".join(small))
+    return pieces
+
+
+def in_segment(header: bytes, buffers: Sequence[Buffer], id: int, capacity: int, *, fresh: bool) -> bytes:
+    """A message whose buffers lie in a shared segment. `fresh`: its descriptor comes along."""
+    count = len(buffers)
+    head = PREFIX.pack(MAGIC, MESSAGE, SHARED, count, len(header), 0)
+    table = struct.pack(f"<{count}Q", *map(len, buffers))
+    return b"".join((head, table, SHARED_PLACE.pack(id, capacity, fresh), header))
+
+
+def forget_words(ids: list[int]) -> bytes:
+    """Tells the peer to forget these segments; it may unmap them."""
+    words = b""
+    for start in range(0, len(ids), _MANY):
+        header = msgspec.msgpack.encode(ids[start : start + _MANY])
+        words += PREFIX.pack(MAGIC, FORGET, INLINE, 0, len(header), 0) + header
+    return words
+
+
+# -- reading -----------------------------------------------------------------------------------------------
+
+
+def _no_segments(place: tuple[int, int, int], lengths: Sequence[int]) -> list[Buffer]:
+    raise ProtocolError("a message in shared memory over a transport that has none")
+
+
+def _no_forgetting(ids: list[int]) -> None:
+    raise ProtocolError("a word about shared memory over a transport that has none")
+
+
+class FrameReader:
+    """Bytes in, messages out. Whoever reads puts bytes into `target` and says how many to `received`.
+
+    All of its state is here, so a thread can leave a message half read to the next one.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        pool: SegmentPool,
+        on_shared: Callable[[tuple[int, int, int], Sequence[int]], list[Buffer]] = _no_segments,
+        on_forget: Callable[[list[int]], None] = _no_forgetting,
+    ) -> None:
+        self._limit = limit
+        self._pool = pool
+        self._on_shared = on_shared
+        self._on_forget = on_forget
+        self._inbox = bytearray(INBOX)
+        self._view = memoryview(self._inbox)
+        self._start = self._end = 0  # what of the inbox was received and not yet parsed
+        self._partial: _Partial | None = None
+        self._direct = False  # whether `target` is memory of the partial message, not of the inbox
+        self.target = self._view
+        self.messages = self.nbytes = 0
+
+    @property
+    def in_the_middle(self) -> bool:
+        """Whether part of a message has come, and not the rest."""
+        return self._partial is not None or self._start != self._end
+
+    def received(self, count: int, frames: list[Frames]) -> None:
+        """`count` bytes of `target` were filled; appends the messages that are whole now.
+
+        Raises:
+            ProtocolError: the bytes make no sense. Messages before them were appended.
+            OSError, MemoryError: there is no memory for the message.
+        """
+        if self._partial is None:
+            self._end += count
+        elif not self._fill_partial(self._partial, count, frames):
+            return
+        while self._end - self._start >= _PREFIX_SIZE and self._parse_one(frames):
+            pass
+        if self._start != self._end:
+            self._make_room()
+        elif self._partial is None:
+            self._start = self._end = 0
+            if len(self._inbox) > INBOX:
+                self._replace_inbox(INBOX)
+            self.target = self._view
+
+    def _fill_partial(self, partial: _Partial, count: int, frames: list[Frames]) -> bool:
+        """Whether the message is whole now; what came behind it is then in the inbox."""
+        if self._direct:
+            partial.filled(count)
+        else:
+            self._start, self._end = partial.take(self._view[:count]), count
+        if not partial.complete:
+            self._aim(partial)
+            return False
+        frames.append(partial.frames())
+        self._partial = None
+        self.messages += 1
+        self.nbytes += partial.nbytes
+        return True
+
+    def _aim(self, partial: _Partial) -> None:
+        """The next bytes go where they will stay, or, where that is small, through the inbox."""
+        self._start = self._end = 0
+        rest = partial.rest
+        self._direct = len(rest) >= SHARED_MEMORY_FROM
+        self.target = rest if self._direct else self._view
+
+    def _make_room(self) -> None:
+        """Behind half a message. Grows the inbox only when half of it is full of what has really come."""
+        if self._end == len(self._inbox):
+            left = self._inbox[self._start :]
+            if len(left) > len(self._inbox) // 2:
+                self._replace_inbox(2 * len(self._inbox))
+            self._inbox[: len(left)] = left
+            self._start, self._end = 0, len(left)
+        self.target = self._view[self._end :]
+
+    def _replace_inbox(self, size: int) -> None:
+        self._inbox = bytearray(size)
+        self._view = memoryview(self._inbox)
+
+    def _parse_one(self, frames: list[Frames]) -> bool:
+        inbox, start = self._inbox, self._start
+        magic, type_, lane, count, header_length, body_length = PREFIX.unpack_from(inbox, start)
+        if (
+            magic != MAGIC
+            or type_ > FORGET
+            or lane > SHARED
+            or header_length > MAX_HEADER
+            or count > MAX_BUFFERS
+            or body_length > self._limit
+        ):
+            raise _bad_prefix(magic, type_, lane, count, header_length, body_length, self._limit)
+        head = _PREFIX_SIZE + 8 * count + header_length
+        if lane == SHARED:
+            head += SHARED_PLACE.size
+        if self._end - start < head:
+            return False
+        at = start + _PREFIX_SIZE
+        lengths = (
+            _LENGTH.unpack_from(inbox, at) if count == 1 else struct.unpack_from(f"<{count}Q", inbox, at)
+        )
+        at += 8 * count
+        if lane == SHARED or type_ == FORGET:
+            self._start = start + head
+            self._parse_special(type_, lane, lengths, at, body_length, frames)
+            return True
+        header = bytes(inbox[at : at + header_length])
+        at += header_length
+        if sum(lengths) != body_length:
+            raise ProtocolError(f"the buffers of a message add up to {sum(lengths)} bytes, not {body_length}")
+        if self._end - at < body_length:
+            partial = _Partial(header, lengths, self._pool)
+            partial.take(self._view[at : self._end])
+            self._partial = partial
+            self._aim(partial)
+            return False
+        self.messages += 1
+        self.nbytes += header_length + body_length
+        if count == 1:
+            self._start = at + body_length
+            frames.append(Frames(header, [inbox[at : self._start]]))
+            return True
+        buffers: list[Buffer] = []
+        for length in lengths:
+            buffers.append(inbox[at : at + length])
+            at += length
+        self._start = at
+        frames.append(Frames(header, buffers))
+        return True
+
+    def _parse_special(
+        self, type_: int, lane: int, lengths: Sequence[int], at: int, body_length: int, frames: list[Frames]
+    ) -> None:
+        """A message in the shared lane, or a word about segments. All of it is in the inbox."""
+        if body_length or (type_ == FORGET and (lane == SHARED or lengths)):
+            raise ProtocolError(f"a frame of type {type_} in lane {lane} with {body_length} bytes behind it")
+        if type_ == FORGET:
+            try:
+                ids = msgspec.msgpack.decode(self._view[at : self._start], type=list[int])
+            except msgspec.MsgspecError as error:
+                raise ProtocolError(f"a word about shared memory that makes no sense: {error}") from error
+            self._on_forget(ids)
+            return
+        nbytes = sum(lengths)
+        if nbytes > self._limit:
+            raise ProtocolError(f"a message of {nbytes} bytes; the limit is {self._limit}")
+        place = SHARED_PLACE.unpack_from(self._inbox, at)
+        header = bytes(self._inbox[at + SHARED_PLACE.size : self._start])
+        frames.append(Frames(header, self._on_shared(place, lengths)))
+        self.messages += 1
+        self.nbytes += len(header) + nbytes
+
+    def close(self) -> None:
+        """Lets go of memory. Nothing is received any more."""
+        self._partial = None
+        self._replace_inbox(0)
+        self.target = self._view
+
+
+class _Partial:
+    """A message whose body is still coming. Large buffers are received where they will stay."""
+
+    def __init__(self, header: bytes, lengths: Sequence[int], pool: SegmentPool) -> None:
+        self._header = header
+        self.nbytes = len(header) + sum(lengths)
+        large = sum(aligned(n) for n in lengths if n >= SHARED_MEMORY_FROM)
+        memory = pool.lend(large) if large else memoryview(b"")
+        self._buffers: list[Buffer] = []
+        self._memories = self._memories_of(lengths, memory)
+        self.rest = memoryview(b"")  # of the buffer that is being filled
+        self.complete = False
+        self._go_on()
+
+    def _memories_of(self, lengths: Sequence[int], memory: memoryview) -> Iterator[Buffer]:
+        """Where each buffer goes. Small ones are made one by one, as their bytes come in: a peer that only
+        announces a million of them makes us allocate nothing."""
+        at = 0
+        for length in lengths:
+            if length >= SHARED_MEMORY_FROM:
+                yield memory[at : at + length]
+                at += aligned(length)
+            else:
+                yield bytearray(length)
+
+    def _go_on(self) -> None:
+        while not self.rest:
+            memory = next(self._memories, None)
+            if memory is None:
+                self.complete = True
+                return
+            self._buffers.append(memory)
+            self.rest = memoryview(memory)
+
+    def filled(self, count: int) -> None:
+        """`count` bytes were put into `rest`."""
+        self.rest = self.rest[count:]
+        if not self.rest:
+            self._go_on()
+
+    def take(self, data: memoryview) -> int:
+        """Copies what belongs to this message; how much that was."""
+        at = 0
+        while at < len(data) and not self.complete:
+            count = min(len(self.rest), len(data) - at)
+            self.rest[:count] = data[at : at + count]
+            at += count
+            self.filled(count)
+        return at
+
+    def frames(self) -> Frames:
+        return Frames(self._header, self._buffers)
+
+
+def _bad_prefix(
+    magic: bytes, type_: int, lane: int, count: int, header: int, body: int, limit: int
+) -> ProtocolError:
+    if magic != MAGIC or type_ > FORGET or lane > SHARED:
+        return ProtocolError(f"a frame starts with {magic!r}, type {type_}, lane {lane}; not one of ours")
+    return ProtocolError(
+        f"a frame announces a header of {header} bytes, {count} buffers and {body} bytes; "
+        f"the limits are {MAX_HEADER}, {MAX_BUFFERS} and {limit} (Options.max_message_bytes)"
+    )
