@@ -178,6 +178,9 @@ def _variables(module: str) -> dict[str, Any]:
 # -- classes ---------------------------------------------------------------------------------------------
 
 
+_ADDED_BY_PYTHON = ("__slotnames__", "__annotations__", "__annotations_cache__")  # when it needs them
+
+
 class _ClassRecord:
     """What is known of a class that has travelled."""
 
@@ -194,6 +197,8 @@ class _ClassSnapshot:
         self._cls = cls
         self._record = record
         self._attributes = dict(cls.__dict__) if record.origin is None else {}
+        for name in _ADDED_BY_PYTHON:
+            self._attributes.pop(name, None)
         self.version = record.version
 
     def is_current(self) -> bool:
@@ -202,7 +207,7 @@ class _ClassSnapshot:
         if self._record.origin is not None:
             return True  # what is done to a class away from home does not travel
         now = self._cls.__dict__
-        if len(now) != len(self._attributes):
+        if len(now) - sum(name in now for name in _ADDED_BY_PYTHON) != len(self._attributes):
             return False
         return all(now.get(name, _UNBOUND) is value for name, value in self._attributes.items())
 
