@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,3 +42,28 @@ def test_ring_refuses_no_workers() -> None:
     done = run_ring("0")
     assert done.returncode == 2
     assert "a ring has one worker or more" in done.stderr
+
+
+def test_ctrl_c_ends_the_ring_and_its_workers() -> None:
+    # A process started where Ctrl-C is ignored (in the background of a shell) would ignore it too.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ring = subprocess.Popen(
+            [sys.executable, str(RING), "3", "--no-torch"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    with ring:
+        try:
+            assert ring.stdout is not None
+            path = next(line for line in ring.stdout if line.startswith("processes"))
+            ring.send_signal(signal.SIGINT)
+            _, complaints = ring.communicate(timeout=PATIENCE)
+        finally:
+            ring.kill()
+    assert complaints == "\nstopped; no process is left behind\n"
+    assert ring.returncode == 1
+    assert not any(Path(f"/proc/{pid}").exists() for pid in re.findall(r"\d+", path))
