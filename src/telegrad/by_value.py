@@ -52,6 +52,10 @@ def is_by_value(obj: Any) -> bool:
     return bool(REGISTERED) and _cloudpickle._is_registered_pickle_by_value(sys.modules[module])
 
 
+# Note [finalisers]: any allocation may collect garbage, and a user's finaliser may make a call. So whoever holds one
+# of the locks here may come back for it, and what is done under them bears that.
+
+
 # -- globals ---------------------------------------------------------------------------------------------
 
 
@@ -63,7 +67,7 @@ class Namespace:
         self.module = module
         self.variables = variables
         self._at_home = at_home
-        self._lock = threading.Lock()  # guards the writing of both below
+        self._lock = threading.RLock()  # guards the writing of both below; see Note [finalisers]
         self._versions: dict[str, int] = {}
         self._bound: dict[str, Any] = {}  # what the origin bound each name to, when it last travelled
 
@@ -115,7 +119,7 @@ class Namespaces:
 
     def __init__(self, worker_id: int) -> None:
         self.worker_id = worker_id
-        self._lock = threading.Lock()  # guards the writing of the dictionary
+        self._lock = threading.RLock()  # guards the writing of the dictionary
         self._namespaces: dict[tuple[int, str], Namespace] = {}
 
     def find(self, origin: int, module: str) -> Namespace | None:
@@ -139,6 +143,7 @@ class Namespaces:
                 namespace = Namespace(origin, module, variables, at_home=at_home)
                 if not at_home:
                     variables[_MARK] = namespace
+                    return self._namespaces.setdefault((origin, module), namespace)
                 self._namespaces[origin, module] = namespace
             return namespace
 
@@ -214,7 +219,7 @@ class _ClassSnapshot:
 
 # Of the process, as the classes themselves and cloudpickle's list of them are.
 _classes: weakref.WeakKeyDictionary[type, _ClassRecord] = weakref.WeakKeyDictionary()
-_classes_lock = threading.Lock()  # guards the writing of it and of the records
+_classes_lock = threading.RLock()  # guards the writing of it and of the records
 
 
 def _snapshot(cls: type) -> tuple[_ClassSnapshot, int | None]:
@@ -293,8 +298,14 @@ class ByValuePickler(cloudpickle.Pickler):
         reduced = self._reduce(obj)
         if reduced is not NotImplemented:
             return reduced
-        if type(obj) is CachedFunction and is_by_value(obj):
-            return _make_cached, (obj.__wrapped__, obj.cache_parameters(), dict(obj.__dict__))
+        if is_definition(obj) and is_by_value(obj):  # cloudpickle would import it from __mp_main__
+            if type(obj) is CachedFunction:
+                return _make_cached, (obj.__wrapped__, obj.cache_parameters(), dict(obj.__dict__))
+            return (
+                self._dynamic_class_reduce(obj)
+                if isinstance(obj, type)
+                else self._dynamic_function_reduce(obj)
+            )
         reduced = super().reducer_override(obj)
         if isinstance(reduced, tuple) and reduced[-1] is _cloudpickle._class_setstate:
             return self._dynamic_class_reduce(obj)

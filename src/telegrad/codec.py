@@ -59,7 +59,6 @@ class Codec:
     """Of one worker. Any number of threads encode and decode at once."""
 
     def __init__(self, worker_id: int, main: str) -> None:
-        self._worker_id = worker_id
         self._main = main
         self._names = Names()
         self._namespaces = Namespaces(worker_id)

@@ -71,7 +71,8 @@ class Definitions:
     def __init__(self, namespaces: Namespaces, dump: Callable[[Any, Dependencies], bytes]) -> None:
         self._namespaces = namespaces
         self._dump = dump
-        self._lock = threading.Lock()  # guards the writing of all below, but single operations
+        # Guards the writing of all below, but single operations. See Note [finalisers] in by_value.py.
+        self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._current: dict[tuple[int, str, str], Definition] = {}  # by origin, module and name
         self._by_id: dict[int, Definition] = {}  # the same, by the id of the object

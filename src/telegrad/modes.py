@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -26,6 +26,16 @@ def current_modes() -> Modes | None:
     return Modes(grad, inference, autocast, torch.is_autocast_cache_enabled())
 
 
+def restore_defaults() -> None:
+    """Undoes what a function left behind on its thread, which must not meet the next one."""
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+    if torch._C._is_any_autocast_enabled():
+        for device in _DEVICE_TYPES:
+            torch.set_autocast_enabled(device, False)
+        torch.clear_autocast_cache()
+
+
 @contextmanager
 def applied(modes: Modes | None) -> Iterator[None]:
     """Runs its body in these modes, and leaves the thread in torch's defaults whatever the body did."""
@@ -33,11 +43,11 @@ def applied(modes: Modes | None) -> Iterator[None]:
         if modes is None:
             yield
             return
-        with torch.inference_mode(modes.inference), torch.set_grad_enabled(modes.grad), _autocast(modes):
+        autocast = _autocast(modes) if modes.autocast else nullcontext()
+        with torch.inference_mode(modes.inference), torch.set_grad_enabled(modes.grad), autocast:
             yield
     finally:
-        if not torch.is_grad_enabled():
-            torch.set_grad_enabled(True)
+        restore_defaults()
 
 
 @contextmanager
