@@ -29,10 +29,11 @@ LAYERS = """
     gradients.nodes gradients.local_graph
     gradients.contexts
     transport.unix transport.tcp transport.inproc
-    transport.streams
+    transport.streams transport.listening
+    transport.wire transport.handshake
     transport.shm transport.poller
     codec
-    names scripted
+    names scripted definitions
     by_value tensors modes
     transport.base
     messages events

@@ -29,7 +29,7 @@ from .config import Options
 from .errors import ClusterError, PeerLostError, TelegradError
 from .forkserver import ForkServer, Job
 from .futures import Future
-from .rendezvous import Group
+from .rendezvous import Group, serve_store
 from .transport.inproc import Hub
 from .worker import Worker
 
@@ -158,7 +158,7 @@ class LocalCluster:
     def _start_processes(self, undo: contextlib.ExitStack) -> None:
         deadline = time.monotonic() + self._start_timeout
         server = self._given_server or undo.enter_context(ForkServer())
-        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        store = serve_store("127.0.0.1", 0, self._start_timeout)
         group = Group(store, None, self._start_timeout)
         self._worker = Worker.start(self._driver, group, self._options)
         undo.callback(self._worker.close, graceful=False)

@@ -18,7 +18,7 @@ from .codec import Body, Codec
 from .errors import CallTimeoutError, DecodeError, EncodeError, RemoteError, TransportError
 from .events import logger
 from .messages import Call, Envelope, Failure, Kind, Reply
-from .modes import applied
+from .modes import applied, restore_defaults
 from .pending import PendingCall, PendingCalls
 from .transport.base import Connection, Frames
 
@@ -78,9 +78,10 @@ class Dispatch:
                     "the call waited for a thread until its time was over, and was not run"
                 )
             if envelope.modes is None:
-                result, is_async = self._run(envelope, frames)
-                if not torch.is_grad_enabled():
-                    torch.set_grad_enabled(True)  # what a function left behind must not meet the next one
+                try:
+                    result, is_async = self._run(envelope, frames)
+                finally:
+                    restore_defaults()
             else:
                 with applied(envelope.modes):
                     result, is_async = self._run(envelope, frames)
@@ -202,9 +203,13 @@ class Dispatch:
             if call.make_error is None:
                 future.set_result(value)
             else:
-                future.fail(_only_exceptions(call.make_error), f"the call of {call.function} on worker {call.peer!r}")
+                future.fail(
+                    _only_exceptions(call.make_error), f"the call of {call.function} on worker {call.peer!r}"
+                )
         finally:
-            call.future = None  # the future refers to the call: without this, only the collector would find it
+            call.future = (
+                None  # the future refers to the call: without this, only the collector would find it
+            )
             call.set_done()
 
     def result(self, call: PendingCall) -> Any:
@@ -225,9 +230,7 @@ class Dispatch:
         try:
             body = self._codec.decode(envelope, frames)
         except DecodeError as error:
-            text = (
-                f"the answer of worker {call.peer!r} to the call of {call.function} cannot be rebuilt here: {error}"
-            )
+            text = f"the answer of worker {call.peer!r} to the call of {call.function} cannot be rebuilt here: {error}"
             call.make_error = lambda: DecodeError(text)
             return None
         if type(body) is Failure:

@@ -15,7 +15,7 @@ logger = logging.getLogger("telegrad")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One step of one message. `stage` is "send", "receive" or "run"; `phase` is "started", "complete" or
+    """One step of one message. `stage` is "send" or "receive"; `phase` is "started", "complete" or
     "failed"."""
 
     stage: str

@@ -81,6 +81,7 @@ class ForkServer:
         self._changed = threading.Condition(self._lock)
         self._spawned: list[Spawned] = []
         self._ended: dict[int, int] = {}
+        self._answered = False
         self._gone = False
         self._requesting = threading.Lock()  # one spawn at a time, so answers match
         self._reader = threading.Thread(target=self._read, name="telegrad-forkserver", daemon=True)
@@ -126,6 +127,7 @@ class ForkServer:
         while (message := _receive(self._socket, answers)) is not None:
             with self._changed:
                 if isinstance(message, Spawned):
+                    self._answered = True
                     self._spawned.append(message)
                 else:
                     self._ended[message.pid] = message.status
@@ -139,9 +141,10 @@ class ForkServer:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         try:
-            self._process.wait(5)
+            # One that has never answered is still importing torch, and does not look at the socket.
+            self._process.wait(5 if self._answered else 0)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._process.kill()  # and the kernel kills its children
             self._process.wait()
         self._reader.join()
         self._socket.close()
@@ -188,7 +191,8 @@ def serve(fd: int, owner: int) -> None:
             if isinstance(request, Spawn):
                 pids = [_fork(job, [sock, wake_read, wake_write, owner_fd]) for job in request.jobs]
                 children.update(dict.fromkeys(pids, float("inf")))
-                _send(sock, Spawned(pids))
+                with contextlib.suppress(OSError):  # the owner has ended, which the next look at it tells
+                    _send(sock, Spawned(pids))
             else:
                 for pid in set(request.pids) & set(children):
                     os.kill(pid, signal.SIGTERM)

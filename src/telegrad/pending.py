@@ -28,8 +28,8 @@ class PendingCall:
     """
 
     __slots__ = (
-        "claimed", "connection", "deadline", "depth", "done", "envelope", "frames", "function", "future", "id", "make_error",
-        "nbytes", "peer", "reading", "timeout", "wake", "window",
+        "claimed", "connection", "deadline", "depth", "done", "envelope", "frames", "function", "future",
+        "id", "make_error", "nbytes", "peer", "reading", "timeout", "wake", "window",
     )  # fmt: skip
 
     def __init__(self, id: int, function: str, peer: str, timeout: float | None, depth: int) -> None:

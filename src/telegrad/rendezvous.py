@@ -101,14 +101,30 @@ def _open_tcp(host: str, port: int, rank: int, timeout: float) -> Any:
     if rank > 0:
         return _connect_store(host, port, timeout)
     try:
-        return TCPStore(host, port, None, True, _seconds(timeout), wait_for_workers=False)
-    except (RuntimeError, ValueError) as error:
+        return serve_store(host, port, timeout)
+    except (RuntimeError, ValueError, OSError) as error:
         if rank == 0:
             raise RendezvousError(
                 f"rank 0 cannot serve the store at {host}:{port}: {_first_line(error)}; "
                 "is the port in use by another program, or the host not this machine?"
             ) from error
     return _connect_store(host, port, timeout)
+
+
+def serve_store(host: str, port: int, timeout: float) -> Any:
+    """A store that listens at that address only (torch's own would listen on every interface)."""
+    with socket.create_server((host, port), backlog=2048) as listener:
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            host,
+            port,
+            None,
+            True,
+            _seconds(timeout),
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),
+        )
+    return store
 
 
 def _connect_store(host: str, port: int, timeout: float) -> Any:

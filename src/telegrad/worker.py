@@ -1,9 +1,11 @@
 """Worker: the path of a message, written once.
 
-    outbound   call, dispatch          -> send:     codec -> transport
-    inbound    transport -> receive:   codec -> dispatch -> user function | waiting caller
+    outbound   call, dispatch         ->  send:     codec -> transport
+    inbound    transport  ->  receive:  dispatch (codec) -> user function | waiting caller
 
-A reply is another message. `send` and `receive` mirror each other, and report to `events`.
+A body is decoded by whoever needs it, a call's on the thread that runs it, an answer's on the thread that waits
+for it: decoding may run users' code. A reply is another message. `send` and `receive` mirror each other, and
+report to `events`.
 """
 
 from __future__ import annotations
@@ -58,6 +60,10 @@ class Incoming(NamedTuple):
     frames: Frames
     deadline: float | None  # of a call
     call: PendingCall | None  # that an answer completes
+
+
+def _calls_last(message: Incoming) -> bool:
+    return message.envelope.kind == Kind.CALL
 
 
 @dataclass(frozen=True)
@@ -225,6 +231,8 @@ class Worker:
             linger = 0.0
             while found := self._read(connection, linger):
                 called = any(message.envelope.kind == Kind.CALL for message in found)
+                if called and len(found) > 1:
+                    found.sort(key=_calls_last)
                 duty.waiting.extend(found)
                 del found
                 if not self._run_waiting(duty):
@@ -366,7 +374,10 @@ class Worker:
             call.stop_reading()
             if self._pending.take(call.id) is not None:
                 call.leave_window()
-                raise self._translated(error, call, args, kwargs) from error
+                translated = self._translated(error, call, args, kwargs)
+                if translated is error:
+                    raise
+                raise translated from error
             # Else it was completed meanwhile, by the loss of the connection: the caller hears of that.
         return call
 
@@ -460,7 +471,7 @@ class Worker:
     def _check_open(self) -> None:
         if self._closed_because:
             raise NotStartedError(
-                f"worker {self.name!r} {self._closed_because}; RPC has not been initialized any more"
+                f"worker {self.name!r} {self._closed_because}; RPC has not been initialized. Call init_rpc first."
             )
         if os.getpid() != self._pid:
             raise NotStartedError(

@@ -66,7 +66,9 @@ def test_a_killed_peer_fails_everything_pending_on_it_at_once(server, transport)
         began = time.monotonic()
         os.kill(cluster.pids["a"], signal.SIGKILL)
         for future in futures:
-            with pytest.raises(errors.PeerLostError, match=r"worker 'a' is gone, with the call of hold unanswered"):
+            with pytest.raises(
+                errors.PeerLostError, match=r"worker 'a' is gone, with the call of hold unanswered"
+            ):
                 future.wait()
         assert time.monotonic() - began < 1
         with pytest.raises(errors.PeerLostError, match="worker 'a'"):
@@ -109,7 +111,12 @@ def test_a_cluster_of_its_own_server_leaves_nothing():
 
 @pytest.mark.parametrize(
     ("ending", "status"),
-    [("raise SystemExit(7)", 7), ("os._exit(5)", 5), ("os.kill(os.getpid(), 9)", -9), ("os.kill(os.getpid(), 2)", 130)],
+    [
+        ("raise SystemExit(7)", 7),
+        ("os._exit(5)", 5),
+        ("os.kill(os.getpid(), 9)", -9),
+        ("os.kill(os.getpid(), 2)", 130),
+    ],
 )
 def test_children_end_with_their_owner_however_it_ends(tmp_path, ending, status):
     text = f"""
@@ -230,5 +237,6 @@ def test_a_forked_process_cannot_use_its_parents_worker(server):
 def test_a_fork_server_that_is_gone(server):
     own = telegrad.ForkServer()
     own.close()
-    with pytest.raises(errors.ClusterError, match="process that forks workers"), telegrad.LocalCluster(["a"], server=own):
+    cluster = telegrad.LocalCluster(["a"], server=own)
+    with pytest.raises(errors.ClusterError, match="process that forks workers"), cluster:
         pass

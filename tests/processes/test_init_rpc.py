@@ -174,7 +174,9 @@ def test_workers_join_and_leave_a_running_group(address):
 def test_a_name_is_unique_among_the_living(address):
     a = join("a", address)
     try:
-        with pytest.raises(errors.NameTakenError, match="worker name 'a' is taken: a live worker with id 0 has it"):
+        with pytest.raises(
+            errors.NameTakenError, match="worker name 'a' is taken: a live worker with id 0 has it"
+        ):
             join("a", address)
         assert a.call("a", abs, (-1,)) == 1
     finally:
@@ -190,7 +192,9 @@ worker = telegrad.Worker.start("b", Group(open_store({address!r}, -1, None, 10)[
 print(worker.id, flush=True)
 os.kill(os.getpid(), 9)
 """
-    dead = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    dead = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     try:
         assert dead.returncode == -signal.SIGKILL, dead.stderr
         with pytest.raises(errors.PeerLostError, match="worker 'b'"):
@@ -229,7 +233,9 @@ def started(address):
 
 
 def test_init_rpc_twice(started, address):
-    with pytest.raises(errors.AlreadyStartedError, match="already initialized in this process, as worker 'solo'"):
+    with pytest.raises(
+        errors.AlreadyStartedError, match="already initialized in this process, as worker 'solo'"
+    ):
         rpc.init_rpc("other", rank=0, world_size=1, init_method=address)
     assert rpc.rpc_sync("solo", abs, args=(-1,)) == 1
 
@@ -266,7 +272,9 @@ def test_a_port_in_use():
 
 
 def test_a_store_that_nobody_serves(address):
-    with pytest.raises(errors.RendezvousError, match=r"nobody serves a store at 127\.0\.0\.1:\d+.*start rank 0 first"):
+    with pytest.raises(
+        errors.RendezvousError, match=r"nobody serves a store at 127\.0\.0\.1:\d+.*start rank 0 first"
+    ):
         rpc.init_rpc("w", rank=1, world_size=2, init_method=address, options=QUICK)
 
 
@@ -298,7 +306,9 @@ def test_env_without_its_variables(monkeypatch):
 
 
 def test_a_rank_beyond_the_world(address):
-    with pytest.raises(errors.RendezvousError, match="rank 0 is not within world_size 0|rank -1 is not within"):
+    with pytest.raises(
+        errors.RendezvousError, match="rank 0 is not within world_size 0|rank -1 is not within"
+    ):
         rpc.init_rpc("w", world_size=2, init_method=address, options=QUICK)
 
 

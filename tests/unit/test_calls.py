@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def fails_later() -> torch.futures.Future:
 
 
 class Waiting:
-    futures: list = []
+    futures: ClassVar[list] = []
 
 
 def waiting() -> int:
@@ -462,5 +463,7 @@ def test_the_limit_does_not_block_nested_calls(transport, server):
     """driver -> a -> driver -> a ...: each depth has its own allowance, so a full window cannot deadlock."""
     options = telegrad.Options(peer_byte_limit=4096)
     with telegrad.LocalCluster(["a"], transport=transport, server=server, options=options):
-        futures = [rpc.rpc_async("a", ping_pong, args=(4, "a", "driver"), timeout=PATIENCE) for _ in range(20)]
+        futures = [
+            rpc.rpc_async("a", ping_pong, args=(4, "a", "driver"), timeout=PATIENCE) for _ in range(20)
+        ]
         assert torch.futures.wait_all(futures) == [4] * 20
