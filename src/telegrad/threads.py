@@ -19,11 +19,16 @@ Task = Callable[[], None]
 
 
 class Threads:
-    def __init__(self, name: str, poller: Poller, idle_timeout: float, on_start: Task) -> None:
+    def __init__(
+        self, name: str, poller: Poller, idle_timeout: float, on_start: Task, on_idle: Task | None = None
+    ) -> None:
         self._name = name
         self._poller = poller
         self._idle_timeout = idle_timeout
         self._on_start = on_start  # runs first on each thread
+        self._on_idle = (
+            on_idle  # runs now and then while there is nothing else to do; quick, and never raises
+        )
         self._tasks: deque[Task] = deque()  # appended and taken on any thread; its operations are atomic
         self._lock = threading.Lock()  # guards all below
         self._idle = 0
@@ -83,13 +88,9 @@ class Threads:
 
     def _wait(self) -> list[Task] | None:
         """The next things to do; None if this thread should end. Counted as idle when called, busy after."""
-        timeout: float | None = self._idle_timeout
+        idle_since = time.monotonic()
         while not self._closed:
-            found = self._take()
-            if found is None:
-                found = self._poller.poll(timeout)
-                if not found:
-                    found = self._take()
+            found = self._take() or self._poller.poll(self._idle_timeout) or self._take()
             with self._lock:
                 if self._closed:
                     break
@@ -98,10 +99,14 @@ class Threads:
                     if self._idle == 0:
                         self._spawn_locked()
                     return found
-                if timeout is not None and self._idle > 1 and not self._tasks:
+                if time.monotonic() - idle_since < self._idle_timeout:
+                    continue  # woken for something that another thread has taken
+                if self._idle > 1 and not self._tasks:
                     break
-                # The last one stays, and sleeps until something happens.
-                timeout = None if self._idle == 1 else self._idle_timeout
+            # The last one stays, and looks after things now and then.
+            if self._on_idle is not None:
+                self._on_idle()
+            idle_since = time.monotonic()
         with self._lock:
             self._idle -= 1
         return None

@@ -97,7 +97,9 @@ class Worker:
         self._ids = itertools.count((member.id << COUNTER_BITS) + 1)
         self._to_log: deque[str] = deque()  # from finalisers, which must not log themselves
         self._poller = Poller()
-        self._threads = Threads(member.name, self._poller, options.idle_thread_timeout, self._on_thread_start)
+        self._threads = Threads(
+            member.name, self._poller, options.idle_thread_timeout, self._on_thread_start, self._tick
+        )
         self._roster = Roster(self._poller)
         self._codec = Codec(member.id, hello.main)
         self._pending = PendingCalls(member.name, self._on_expired)
@@ -159,6 +161,10 @@ class Worker:
 
     def _on_thread_start(self) -> None:
         current.worker_var.set(self)
+
+    def _tick(self) -> None:
+        for connection in self._peers.connections():
+            connection.tick()
 
     def new_message_id(self) -> int:
         return next(self._ids)
