@@ -19,6 +19,7 @@ import io
 import pickle
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -111,7 +112,7 @@ class Codec:
         Raises:
             DecodeError: it cannot be rebuilt here.
         """
-        if envelope.kind == _REPLY:
+        if envelope.kind == _REPLY and self._definitions.unanswered:
             self._definitions.on_answered(envelope.reply_to)
         try:
             skeleton, *buffers = frames.buffers
@@ -231,17 +232,16 @@ class Codec:
     def _load(self, pickled: memoryview, buffers: Sequence[Buffer]) -> Any:
         if pickled[0] == _FLAT:
             values, tensors = pickle.loads(pickled[1:], buffers=buffers)
-            return values if tensors is None else _ordinary(_unflatten, values, tensors)
-        with decoding(self._namespaces, self._definitions.get):
-            return _ordinary(pickle.loads, pickled, buffers=buffers)
-
-
-def _ordinary(load: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What is loaded in inference mode must not be an inference tensor: it may be kept beyond that."""
-    if not torch.is_inference_mode_enabled():
-        return load(*arguments, **options)
-    with torch.inference_mode(False):
-        return load(*arguments, **options)
+            if tensors is None:
+                return values
+            if not torch.is_inference_mode_enabled():
+                return _unflatten(values, tensors)
+            with torch.inference_mode(False):
+                return _unflatten(values, tensors)
+        # What arrives in inference mode is no inference tensor: it may be kept beyond that.
+        no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        with no_inference, decoding(self._namespaces, self._definitions.get):
+            return pickle.loads(pickled, buffers=buffers)
 
 
 def _reduce_data(obj: Any, keep: list[Any], *, same_main: bool) -> Any:

@@ -76,9 +76,7 @@ class Definitions:
         self._numbers = itertools.count(1)
         self._current: dict[tuple[int, str, str], Definition] = {}  # by origin, module and name
         self._by_id: dict[int, Definition] = {}  # the same, by the id of the object
-        self._unanswered: dict[
-            int, tuple[int, list[Definition]]
-        ] = {}  # by message: its peer, what it carried
+        self.unanswered: dict[int, tuple[int, list[Definition]]] = {}  # by message: its peer, what it carried
         self._received: dict[tuple[int, int], Any] = {}  # by owner and number
         self._versions: dict[tuple[int, int, str, str], list[int]] = {}  # by owner, origin, module and name
 
@@ -186,9 +184,9 @@ class Definitions:
         assert message.carried is not None
         blobs = [(d.number, d.blob or self._again(d)) for d in message.carried]
         if answered_as is not None:
-            if len(self._unanswered) >= _MOST_UNANSWERED:
-                self._unanswered.clear()  # what they carried is carried once more
-            self._unanswered[answered_as] = (message.peer, message.carried)
+            if len(self.unanswered) >= _MOST_UNANSWERED:
+                self.unanswered.clear()  # what they carried is carried once more
+            self.unanswered[answered_as] = (message.peer, message.carried)
         return pickle.dumps((self._namespaces.worker_id, blobs), 5)
 
     def _again(self, definition: Definition) -> bytes:
@@ -198,7 +196,7 @@ class Definitions:
 
     def on_answered(self, message_id: int) -> None:
         """The peer has run a call of ours, so it has what that carried."""
-        if self._unanswered and (found := self._unanswered.pop(message_id, None)) is not None:
+        if (found := self.unanswered.pop(message_id, None)) is not None:
             peer, carried = found
             for definition in carried:
                 definition.known_to.add(peer)
