@@ -203,9 +203,7 @@ class Dispatch:
             if call.make_error is None:
                 future.set_result(value)
             else:
-                future.fail(
-                    _only_exceptions(call.make_error), f"the call of {call.function} on worker {call.peer!r}"
-                )
+                future.fail(call.make_error, f"the call of {call.function} on worker {call.peer!r}")
         finally:
             call.future = (
                 None  # the future refers to the call: without this, only the collector would find it
@@ -235,14 +233,14 @@ class Dispatch:
             return None
         if type(body) is Failure:
             failure, peer = body, call.peer
-            call.make_error = lambda: self._codec.decode_exception(failure, peer)
+            call.make_error = _only_exceptions(lambda: self._codec.decode_exception(failure, peer))
             return None
         assert isinstance(body, Reply)
         return body.value
 
 
 def _only_exceptions(make_error: Callable[[], BaseException]) -> Callable[[], Exception]:
-    """torch's futures carry Exceptions only: a remote SystemExit must not end whoever waits for it elsewhere."""
+    """A remote SystemExit must not end whoever waits for the answer."""
 
     def make() -> Exception:
         error = make_error()

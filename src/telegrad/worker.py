@@ -287,8 +287,7 @@ class Worker:
                 level, "worker %r: the connection with %r ends: %s", self.name, connection.peer.name, error
             )
             connection.reading.release()
-            for message in found:
-                self.receive(message)
+            self._hand_out(found, None)
             self._on_lost(connection, str(error))
             return []
         except BaseException:
@@ -297,6 +296,14 @@ class Worker:
         if not found:
             connection.pass_on()
         return found
+
+    def _hand_out(self, found: list[Incoming], here: PendingCall | None) -> None:
+        """Completes calls that were answered, and has others run the calls: this thread may be a user's."""
+        for message in found:
+            if message.envelope.kind == Kind.CALL:
+                self._hand_on(message)
+            else:
+                self.receive(message, here)
 
     def _on_lost(self, connection: Connection, reason: str) -> None:
         if self._peers.drop(connection):
@@ -454,11 +461,7 @@ class Worker:
         found = self._read(connection, timeout)
         if found:
             connection.pass_on()
-            for message in found:
-                if message.envelope.kind == Kind.CALL:
-                    self._hand_on(message)
-                else:
-                    self.receive(message, call)
+            self._hand_out(found, call)
 
     def _on_expired(self, call: PendingCall) -> None:
         self._dispatch.fail(call, call.timeout_error())

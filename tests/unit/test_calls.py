@@ -343,7 +343,7 @@ def test_remote_exceptions_keep_type_and_traceback(cluster):
 
 
 def test_system_exit_in_a_function_is_a_failure_of_the_call(cluster):
-    with pytest.raises(SystemExit):
+    with pytest.raises(errors.RemoteError, match="SystemExit"):
         rpc.rpc_sync("a", fail_locally)
     with pytest.raises(errors.RemoteError, match="SystemExit"):
         rpc.rpc_async("a", fail_locally).wait()
