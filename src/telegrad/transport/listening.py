@@ -62,7 +62,7 @@ class StreamListener(Listener):
             sock.close()
             if not isinstance(error, TelegradError):
                 raise
-            logger.warning("refused a connection at %s: %s", self.address, error)
+            logger.warning("refused a connection at %s: %s", self.address, str(error))
             return
         with self._lock:
             self._greeting.discard(sock)
@@ -78,7 +78,7 @@ class StreamListener(Listener):
         except BlockingIOError:
             return None
         except OSError as error:
-            logger.warning("accepting a connection at %s failed: %s", self.address, error)
+            logger.warning("accepting a connection at %s failed: %s", self.address, str(error))
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._turn_away_locked()
             return None

@@ -92,10 +92,10 @@ def _last_error() -> OSError:
 
 
 # Note [forks and lent memory]
-# A fork of a process that holds a shared segment holds it too. The process cannot know when its fork lets go,
-# so a segment that was lent at a fork is never filled again: it comes back RETIRED, its sender drops it, and
-# the system keeps the memory until the last process that maps it is gone. Parent and child share what they
-# write to it, as they do with any tensor in shared memory. Private memory is the child's own, as ever.
+# A fork of a process that holds a shared segment holds it too, and neither knows when the other lets go. So a
+# segment that was lent at a fork is never filled again: whoever lets go first, it comes back RETIRED, its
+# sender drops it, and the system keeps the memory as long as a process maps it. Parent and child share what
+# they write to it, as they do with any tensor in shared memory. Private memory is the child's own, as ever.
 _forks = 0
 
 
@@ -116,7 +116,6 @@ class Lending:
         self._state = ctypes.c_ubyte.from_address(memory.address + capacity)
         self._array_type = ctypes.c_char * capacity
         self._holder: weakref.ref[object] | None = None
-        self._pid = os.getpid()
         self._forks = 0  # how many there had been when it was lent
 
     @property
@@ -149,9 +148,8 @@ class Lending:
         return array
 
     def _on_returned(self, _: object) -> None:
-        # A finaliser. In a fork the parent still holds the tensor, and the byte is not ours to change.
-        if os.getpid() == self._pid:
-            self._state.value = FREE if self._forks == _forks else RETIRED
+        # A finaliser: nothing but this. In a fork too; see the note above.
+        self._state.value = FREE if self._forks == _forks else RETIRED
 
 
 class Segment(Lending):

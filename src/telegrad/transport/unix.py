@@ -15,6 +15,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from ..config import SHARED_MEMORY_FROM, Options
@@ -75,7 +76,9 @@ class UnixConnection(StreamConnection):
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "no shared memory for worker %r, large messages are slower: %s", self.peer.name, error
+                    "no shared memory for worker %r, large messages are slower: %s",
+                    self.peer.name,
+                    str(error),
                 )
             return None
         try:
@@ -252,22 +255,21 @@ class _UnixListener(StreamListener):
 
 def _bind_unseen() -> tuple[socket.socket, int]:
     """A listening socket with no name in the file system, and a descriptor of its place."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    directory = tempfile.mkdtemp(prefix="telegrad-")
-    directory_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    path = f"/proc/self/fd/{directory_fd}/socket"  # short, wherever TMPDIR is: a socket's path has 107 bytes
-    try:
-        sock.bind(path)
-        sock.listen(1024)
-        return sock, os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except BaseException:
-        sock.close()
-        raise
-    finally:
-        if os.path.exists(path):
-            os.unlink(path)
-        os.close(directory_fd)
-        os.rmdir(directory)
+    with ExitStack() as undo:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        undo.callback(sock.close)
+        with tempfile.TemporaryDirectory(prefix="telegrad-") as directory:
+            directory_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                # Short, wherever TMPDIR is: the path of a socket has at most 107 bytes.
+                path = f"/proc/self/fd/{directory_fd}/socket"
+                sock.bind(path)
+                sock.listen(1024)
+                path_fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            finally:
+                os.close(directory_fd)
+        undo.pop_all()
+        return sock, path_fd
 
 
 def _check_user(sock: socket.socket) -> None:

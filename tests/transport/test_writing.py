@@ -1,0 +1,334 @@
+"""Writes that do not go at one go: in pieces, too late, interrupted, without memory or descriptors."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import socket
+import threading
+
+import pytest
+from raw_peers import WAIT, no_more_descriptors, read_all, trickle
+
+from telegrad.config import Options
+from telegrad.errors import ConnectionClosedError, TooLargeError
+from telegrad.transport import shm, wire
+from telegrad.transport.base import Frames
+
+STREAMS = ("unix", "tcp")
+KIB, MIB = 1 << 10, 1 << 20
+
+SMALL = Frames(b"header", [b"skeleton", b"", b"more"])
+LARGE = Frames(b"header", [b"skeleton", bytes(range(256)) * 400, b"between", b"x" * 70_000])
+
+
+def plain(frames: Frames) -> tuple[bytes, list[bytes]]:
+    return frames.header, [bytes(b) for b in frames.buffers]
+
+
+def expect(connection, *messages: Frames) -> None:
+    assert list(map(plain, read_all(connection, len(messages)))) == list(map(plain, messages))
+
+
+@pytest.fixture
+def slow_ends(ends):
+    """Two ends; the first writes through a socket that takes a few bytes at a time."""
+    return lambda transport, options=None: ends(transport, options, wrap=trickle)
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+def test_a_small_message_goes_in_pieces_of_any_size(slow_ends, transport):
+    one, other = slow_ends(transport)
+    for one._sock.at_once in range(1, 60):
+        one.write(SMALL, WAIT)
+        expect(other, SMALL)
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+@pytest.mark.parametrize("at_once", [1, 7, 24, 55, 56, 57, 60, 61, 90, 150, 4099, 102_460, 102_461, 150_000])
+def test_a_large_message_goes_in_pieces_of_any_size(slow_ends, transport, at_once):
+    one, other = slow_ends(transport)
+    one._sock.at_once = at_once
+    frames = LARGE if at_once > 1000 or transport == "unix" else Frames(b"header", [b"x" * 64 * KIB, b"yz"])
+    writing = threading.Thread(target=one.write, args=(frames, WAIT))
+    writing.start()
+    expect(other, frames)
+    writing.join()
+    one.write(SMALL, WAIT)
+    expect(other, SMALL)
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+@pytest.mark.parametrize("frames", [SMALL, LARGE], ids=["small", "large"])
+def test_a_message_that_is_too_late_is_written_by_another_thread(slow_ends, transport, frames):
+    """Also its descriptor, if it has one, which had not been sent yet."""
+    one, other = slow_ends(transport)
+    one._sock.full, one._sock.at_once = True, 1 << 20
+    mutable = Frames(frames.header, [bytearray(b) for b in frames.buffers])
+    waited = threading.Event()
+    with pytest.raises(TimeoutError, match="worker 'peer' did not take the message in time"):
+        one.write(mutable, 0.02, waited.set)
+    assert waited.is_set()
+    for buffer in mutable.buffers:
+        buffer[:] = bytes(len(buffer))  # the caller's own again
+    with pytest.raises(TimeoutError):
+        one.write(SMALL, 0.02)  # it has to wait for the other one, and nothing of it is sent
+    with pytest.raises(TimeoutError):
+        one.write(LARGE, 0.02)
+    statistics = one.statistics()
+    assert statistics.messages_out == 1
+    in_use = statistics.shared_bytes - statistics.shared_bytes_free
+    assert in_use == (256 * KIB if transport == "unix" and frames is LARGE else 0)
+    one._sock.full = False
+    expect(other, frames)
+    one.write(LARGE, WAIT)
+    expect(other, LARGE)
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+@pytest.mark.parametrize("end_it", ["abort", "dispose", "the peer's abort"])
+def test_the_end_of_a_connection_frees_the_thread_that_writes_a_late_message(slow_ends, transport, end_it):
+    one, other = slow_ends(transport)
+    one._sock.full = True
+    with pytest.raises(TimeoutError):
+        one.write(LARGE, 0.02)
+    (other if "peer" in end_it else one).abort() if "abort" in end_it else one.dispose()
+    if "peer" in end_it:
+        one._sock.full = False
+    assert one._write_lock.acquire(timeout=WAIT)
+    one._write_lock.release()
+    with pytest.raises(ConnectionClosedError):
+        one.write(SMALL)
+    one.dispose()
+    # The leak check sees that the thread has gone.
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+@pytest.mark.parametrize("frames", [SMALL, LARGE], ids=["small", "large"])
+def test_a_writer_that_is_interrupted_while_it_waits_leaves_the_message_whole(slow_ends, transport, frames):
+    one, other = slow_ends(transport)
+    one._sock.full, one._sock.at_once = True, 1 << 20
+    with pytest.raises(KeyboardInterrupt):
+        one.write(frames, WAIT, interrupt)
+    one._sock.full = False
+    one.write(SMALL, WAIT)
+    expect(other, frames, SMALL)
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+def test_a_writer_that_is_interrupted_while_it_sends_ends_the_connection(slow_ends, transport):
+    """Nobody knows how much went out, and half a message would make nonsense of all that follow."""
+    one, other = slow_ends(transport)
+    one._sock.broken = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        one.write(SMALL)
+    with pytest.raises(ConnectionClosedError, match="interrupted in the middle"):
+        one.write(SMALL)
+    with other.reading, pytest.raises(ConnectionClosedError):
+        other.read(WAIT)
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+@pytest.mark.parametrize("frames", [SMALL, LARGE], ids=["small", "large"])
+def test_a_message_that_cannot_be_put_together_fails_alone(ends, transport, frames):
+    """The write lock and the segment are free again."""
+    one, other = ends(transport)
+    wrong = Frames("not bytes", frames.buffers)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        one.write(wrong)
+    with pytest.raises(TypeError):
+        one.write(Frames(b"", [*frames.buffers, None]))  # type: ignore[list-item]
+    statistics = one.statistics()
+    assert statistics.shared_bytes == statistics.shared_bytes_free
+    assert statistics.messages_out == 0
+    one.write(frames)
+    expect(other, frames)
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+def test_a_peer_that_is_gone_can_be_read_to_its_end(ends, transport):
+    one, other = ends(transport)
+    for _ in range(3):
+        other.write(SMALL)
+    other.abort()
+    with pytest.raises(ConnectionClosedError):
+        while True:
+            one.write(SMALL)
+    expect(one, SMALL, SMALL, SMALL)
+    with one.reading, pytest.raises(ConnectionClosedError):
+        one.read(None)
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+def test_what_the_receiver_would_refuse_is_not_sent(ends, transport):
+    one, other = ends(transport)
+    with pytest.raises(TooLargeError, match="a header of 16777217 bytes"):
+        one.write(Frames(bytes(wire.MAX_HEADER + 1), []))
+    with pytest.raises(TooLargeError, match="1048577 buffers"):
+        one.write(Frames(b"", [b""] * (wire.MAX_BUFFERS + 1)))
+    one.write(SMALL)
+    expect(other, SMALL)
+
+
+# -- without descriptors, without memory -----------------------------------------------------------------
+
+
+def test_a_sender_out_of_descriptors_goes_without_shared_memory(ends, caplog):
+    one, other = ends("unix")
+    with no_more_descriptors():
+        for _ in range(2):
+            writing = threading.Thread(target=one.write, args=(LARGE, WAIT))
+            writing.start()
+            expect(other, LARGE)
+            writing.join()
+    assert one.statistics().shared_bytes == 0
+    assert [r.getMessage() for r in caplog.records] == [
+        "no shared memory for worker 'peer', large messages are slower: [Errno 24] Too many open files"
+    ]
+    one.write(LARGE)
+    expect(other, LARGE)
+    assert one.statistics().shared_bytes == 256 * KIB
+
+
+def test_a_sender_out_of_memory_goes_without_shared_memory(ends, monkeypatch, caplog):
+    one, other = ends("unix")
+
+    def no_memory(*args):
+        ctypes.set_errno(errno.ENOSPC)
+        return -1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shm, "_madvise", no_memory)
+        one.write(LARGE)
+    expect(other, LARGE)
+    assert "No space left" in caplog.text
+    statistics = one.statistics()
+    assert statistics.shared_bytes == statistics.shared_bytes_free
+    one.write(LARGE)
+    expect(other, LARGE)
+
+
+def test_a_sender_with_too_many_descriptors_on_their_way_waits(ends):
+    """The system counts them per user; a root user's are not counted, so a socket stands in that says so."""
+
+    class Counted(socket.socket):
+        too_many = 3
+
+        def sendmsg(self, buffers, ancillary=(), *args):
+            if ancillary and self.too_many:
+                self.too_many -= 1
+                raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+            return super().sendmsg(buffers, ancillary, *args)
+
+    one, other = ends("unix", wrap=lambda sock: Counted(fileno=sock.detach()))
+    one.write(LARGE, WAIT)
+    expect(other, LARGE)
+    assert one._sock.too_many == 0
+
+
+def test_segments_take_no_descriptors_once_they_were_passed_on(ends):
+    one, other = ends("unix")
+    held = []
+    for _ in range(50):
+        one.write(Frames(b"", [bytes(64 * KIB)]))
+        held += read_all(other, 1)
+    assert one.statistics().shared_bytes == 50 * 64 * KIB
+    assert all(s.fd == -1 for same in one._pool._segments.values() for s in same)
+    assert other._descriptors == []
+
+
+# -- the byte limit of a peer ----------------------------------------------------------------------------
+
+
+def test_shared_memory_that_the_peer_has_not_read_is_limited(ends):
+    one, other = ends("unix", Options(peer_byte_limit=MIB))
+    frames = Frames(b"", [bytes(300 * KIB)])
+    for _ in range(3):
+        one.write(frames, 0.02)
+    waited = threading.Event()
+    with pytest.raises(TimeoutError):
+        one.write(frames, 0.02, waited.set)
+    assert waited.is_set()
+    with pytest.raises(TimeoutError):
+        one.write(Frames(b"", [bytes(10 * MIB)]), 0.02)
+    one.write(SMALL, 0.02)  # which takes nothing of it
+    assert len(read_all(other, 4)) == 4
+    one.write(Frames(b"", [bytes(10 * MIB)]), WAIT)  # alone it always fits
+    (held,) = read_all(other, 1)
+    one.write(frames, WAIT)  # and what the peer holds it has read
+    read_all(other, 1)
+    assert held.buffers[0][:5] == bytes(5)
+
+
+def test_who_waits_for_room_hears_of_the_end(ends):
+    for end_it in ("here", "there"):
+        one, other = ends("unix", Options(peer_byte_limit=MIB))
+        one.write(Frames(b"", [bytes(MIB)]))
+        ending = (one if end_it == "here" else other).abort
+        with pytest.raises(ConnectionClosedError):
+            one.write(Frames(b"", [bytes(MIB)]), WAIT, ending)
+
+
+# -- memory that nobody uses -----------------------------------------------------------------------------
+
+
+def test_tick_gives_memory_back_at_both_ends(ends):
+    one, other = ends("unix", Options(pool_bytes=MIB))
+    one.write(Frames(b"", [bytes(4 * MIB)]))
+    (held,) = read_all(other, 1)
+    one.tick()
+    assert one.statistics().shared_bytes == 4 * MIB  # somebody holds it
+    del held
+    one.tick()
+    assert one.statistics().shared_bytes == 0
+    with other.reading:
+        assert other.read(0) == []
+    assert not other._mappings._mappings
+    one.write(LARGE)
+    expect(other, LARGE)
+
+
+def test_a_small_message_may_follow_a_word_about_segments(ends):
+    one, other = ends("unix", Options(pool_bytes=0))
+    for _ in range(3):
+        one.write(LARGE)
+        expect(other, LARGE)
+        one.tick()
+        one.write(SMALL)
+        expect(other, SMALL)
+    assert not other._mappings._mappings
+
+
+def test_tick_does_not_wait_for_a_writer(slow_ends):
+    one, other = slow_ends("unix", Options(pool_bytes=0))
+    one._sock.at_once = 1 << 20
+    one.write(LARGE, WAIT)
+    expect(other, LARGE)
+    one._sock.full = True
+    with pytest.raises(TimeoutError):
+        one.write(SMALL, 0.02)
+    one.tick()  # the lock is taken: the word waits
+    one._sock.full = False
+    expect(other, SMALL)
+    while one._pool.has_dropped:
+        one.tick()
+    one.write(SMALL, WAIT)
+    expect(other, SMALL)
+    assert not other._mappings._mappings
+
+
+def test_tick_leaves_a_word_that_does_not_go_at_once_to_a_thread(slow_ends):
+    one, other = slow_ends("unix", Options(pool_bytes=0))
+    one._sock.at_once = 1 << 20
+    one.write(LARGE, WAIT)
+    expect(other, LARGE)
+    one._sock.full = True
+    one.tick()
+    one._sock.full = False
+    one.write(SMALL, WAIT)
+    expect(other, SMALL)
+    assert not other._mappings._mappings
