@@ -21,6 +21,7 @@ CALLS_IN_FLIGHT = 500
 SMALL = Repeats(count=2000, warmup=200)
 MIB_1 = Repeats(count=200, warmup=100)
 MIB_16 = Repeats(count=100, warmup=60)
+MIB_16_FIRST = Repeats(count=40, warmup=3)  # before all that: what a program sees that has just started
 MIB_64 = Repeats(count=20, warmup=10)
 
 
@@ -72,6 +73,14 @@ FIGURES = (
         repeats=MIB_1,
         goal=0.30,
         floors=("memcpy-1MiB",),
+    ),
+    Figure(
+        name="echo-16MiB-first",
+        title="echo 16 MiB, the first 40",
+        measure=partial(time_echoes, nbytes=16 * MIB),
+        repeats=MIB_16_FIRST,
+        unit="ms",
+        floors=("memcpy-16MiB",),
     ),
     Figure(
         name="echo-16MiB",

@@ -21,7 +21,7 @@ LAYERS = """
     forkserver
     rpc autograd
     worker functions
-    dispatch peers rref gradients.engine
+    dispatch peers reading rref gradients.engine
     duty threads
     futures
     pending rendezvous

@@ -11,7 +11,6 @@ report to `events`.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 import time
@@ -19,22 +18,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import current
 from .by_value import main_script
 from .codec import Body, Codec
 from .config import SHARED_MEMORY_FROM, Options
 from .dispatch import Dispatch
-from .duty import Duty, Roster
+from .duty import Roster
 from .errors import (
     CallTimeoutError,
-    ConnectionClosedError,
     EncodeError,
     NotStartedError,
     PeerLostError,
     RendezvousError,
-    TelegradError,
     TransportError,
 )
 from .events import Event, Events, logger
@@ -43,27 +40,14 @@ from .messages import COUNTER_BITS, Call, Envelope, Hello, Kind, Member, WorkerI
 from .modes import current_modes
 from .peers import Peers
 from .pending import OVERHEAD_BYTES, PendingCall, PendingCalls, effective_timeout
+from .reading import Incoming, Reader
 from .rendezvous import Group, poll_until, this_host
 from .threads import Threads
-from .transport.base import Connection, ConnectionStatistics, Frames, Transport
+from .transport.base import Connection, ConnectionStatistics, Transport
 from .transport.inproc import Hub, InprocTransport, loopback
 from .transport.poller import Poller
 from .transport.tcp import TcpTransport
 from .transport.unix import UnixTransport
-
-
-class Incoming(NamedTuple):
-    """A message that was read."""
-
-    connection: Connection
-    envelope: Envelope
-    frames: Frames
-    deadline: float | None  # of a call
-    call: PendingCall | None  # that an answer completes
-
-
-def _calls_last(message: Incoming) -> bool:
-    return message.envelope.kind == Kind.CALL
 
 
 @dataclass(frozen=True)
@@ -106,6 +90,10 @@ class Worker:
         self._dispatch = Dispatch(
             self._codec, self._pending, self.send, self._threads.submit, self.new_message_id
         )
+        self._reader = Reader(
+            member.name, self._codec, self._pending, self._threads, self._roster,
+            receive=self.receive, on_expired=self._on_expired, on_lost=self._on_lost,
+        )  # fmt: skip
         transports: list[Transport] = []
         if hub is not None:
             transports.append(InprocTransport(hub, self._threads.submit, options))
@@ -113,7 +101,7 @@ class Worker:
             transports.append(UnixTransport(self._poller, options))
         if "tcp" in options.transports and hub is None:
             transports.append(TcpTransport(self._poller, options))
-        self._peers = Peers(hello, member.host, group, transports, options, self._on_connection)
+        self._peers = Peers(hello, member.host, group, transports, options, self._reader.adopt)
         self._self_ends = loopback(hello, self._threads.submit, options)
         self._peers.know_self(member, self._self_ends[0])
 
@@ -155,7 +143,7 @@ class Worker:
         addresses = self._peers.listen()
         self.member = Member(self.id, self.name, addresses, self.member.host, self.member.rank)
         for end in self._self_ends:
-            self._on_connection(end)
+            self._reader.adopt(end)
         if self.member.addresses and not self.member.addresses[0].startswith("inproc"):
             self._threads.start()
 
@@ -221,90 +209,6 @@ class Worker:
         kind = Kind(envelope.kind).name.lower()
         self.events.emit(Event(stage, phase, kind, envelope.id, connection.peer.name, nbytes, detail))
 
-    # -- reading ---------------------------------------------------------------------------------------
-
-    def _on_connection(self, connection: Connection) -> None:
-        connection.on_readable = self._on_readable
-        connection.arm()
-
-    def _on_readable(self, connection: Connection) -> None:
-        """On a thread of ours, when something has arrived and nobody was reading. See duty.py."""
-        if not connection.reading.acquire(blocking=False):
-            return  # somebody else reads, and arms the connection when done
-        duty = Duty(connection, self._hand_on)
-        self._roster.begin(duty)
-        try:
-            linger = 0.0
-            while found := self._read(connection, linger):
-                called = any(message.envelope.kind == Kind.CALL for message in found)
-                if called and len(found) > 1:
-                    found.sort(key=_calls_last)
-                duty.waiting.extend(found)
-                del found
-                if not self._run_waiting(duty):
-                    return
-                # Whoever called is likely to call again at once: to be there saves it a wake-up.
-                linger = connection.linger if called else 0.0
-                if not linger:
-                    connection.pass_on()
-                    return
-        finally:
-            self._roster.end(duty)
-
-    def _run_waiting(self, duty: Duty) -> bool:
-        """Hands on what was read, one after the other; whether the thread is still on duty after it."""
-        while duty.waiting:
-            message = duty.waiting.popleft()
-            self._roster.leave(duty)
-            self.receive(message)
-            del message
-            if not duty.take_back():
-                return False
-        return True
-
-    def _hand_on(self, message: Incoming) -> None:
-        self._threads.submit(lambda: self.receive(message))
-
-    def _read(self, connection: Connection, timeout: float | None) -> list[Incoming]:
-        """Reads once. The caller holds `reading`, and still does after it if anything was found.
-
-        An answer is claimed here, while reading: whoever takes the reading next to wait for that answer must
-        see that it has come already.
-        """
-        found: list[Incoming] = []
-        try:
-            for frames in connection.read(timeout):
-                envelope = self._codec.open(frames)
-                call = deadline = None
-                if envelope.kind != Kind.CALL:
-                    call = self._pending.claim(envelope.reply_to)
-                elif envelope.timeout is not None:
-                    deadline = time.monotonic() + envelope.timeout
-                found.append(Incoming(connection, envelope, frames, deadline, call))
-        except TelegradError as error:
-            level = logging.DEBUG if isinstance(error, ConnectionClosedError) else logging.WARNING
-            logger.log(
-                level, "worker %r: the connection with %r ends: %s", self.name, connection.peer.name, error
-            )
-            connection.reading.release()
-            self._hand_out(found, None)
-            self._on_lost(connection, str(error))
-            return []
-        except BaseException:
-            connection.pass_on()
-            raise
-        if not found:
-            connection.pass_on()
-        return found
-
-    def _hand_out(self, found: list[Incoming], here: PendingCall | None) -> None:
-        """Completes calls that were answered, and has others run the calls: this thread may be a user's."""
-        for message in found:
-            if message.envelope.kind == Kind.CALL:
-                self._hand_on(message)
-            else:
-                self.receive(message, here)
-
     def _on_lost(self, connection: Connection, reason: str) -> None:
         if self._peers.drop(connection):
             for call in self._pending.take_all(connection):
@@ -333,9 +237,9 @@ class Worker:
         call = self._start_call(to, function, args, kwargs, timeout, None)
         if call.reading:
             call.reading = False
-            self._read_for(call, call.timeout)
+            self._reader.read_for(call, call.timeout)
         if not call.done:
-            self._wait(call, None)
+            self._reader.wait_for(call, None)
         return self._dispatch.result(call)
 
     def call_async(
@@ -350,7 +254,7 @@ class Worker:
 
         Waits only while more than Options.peer_byte_limit bytes of calls to the peer are unanswered.
         """
-        future = Future(self._wait, self._log_later)
+        future = Future(self._reader.wait_for, self._log_later)
         call = self._start_call(to, function, args, kwargs, timeout, future)
         self._pending.watch(call)
         return future
@@ -430,38 +334,6 @@ class Worker:
             late.add_note(str(error))
             return late
         return error
-
-    def _wait(self, call: PendingCall, timeout: float | None) -> None:
-        """Waits until the call is done, or for `timeout` seconds. Reads the answer itself if nobody reads."""
-        until = None if timeout is None else time.monotonic() + timeout
-        connection = call.connection
-        assert connection is not None
-        while not call.done:
-            left = call.left()
-            if left == 0 and self._pending.take(call.id) is not None:
-                self._dispatch.fail(call, call.timeout_error())
-                return
-            if until is not None:
-                left = min(until - time.monotonic(), float("inf") if left is None else left)
-                if left <= 0:
-                    return
-            if call.claimed or not connection.reading.acquire(blocking=False):
-                call.sleep(left if not call.claimed or until is not None else None)
-            elif call.claimed or call.done:
-                connection.reading.release()
-                connection.arm()
-            else:
-                connection.disarm()
-                self._read_for(call, left)
-
-    def _read_for(self, call: PendingCall, timeout: float | None) -> None:
-        """Reads once on behalf of a call, by the thread that waits for it. `reading` is held, and released."""
-        connection = call.connection
-        assert connection is not None
-        found = self._read(connection, timeout)
-        if found:
-            connection.pass_on()
-            self._hand_out(found, call)
 
     def _on_expired(self, call: PendingCall) -> None:
         self._dispatch.fail(call, call.timeout_error())

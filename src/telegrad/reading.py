@@ -1,0 +1,181 @@
+"""Who reads, and when: threads of the worker on duty, or a caller that waits for its own answer.
+
+    a connection is readable  -> on_readable, on a thread of the worker's: reads, and runs what it read (duty.py)
+    a caller waits            -> wait_for, on its thread: reads for itself while nobody else does
+
+There is always somebody who reads or is woken to read: whoever stops reading arms the connection. What is
+read is handed on only after the reading was passed on, or by a thread that can be relieved of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .codec import Codec
+from .duty import Duty, Roster
+from .errors import ConnectionClosedError, TelegradError
+from .events import logger
+from .messages import Envelope, Kind
+from .pending import PendingCall, PendingCalls
+from .threads import Threads
+from .transport.base import Connection, Frames
+
+
+class Incoming(NamedTuple):
+    """A message that was read."""
+
+    connection: Connection
+    envelope: Envelope
+    frames: Frames
+    deadline: float | None  # of a call
+    call: PendingCall | None  # that an answer completes
+
+
+def _calls_last(message: Incoming) -> bool:
+    return message.envelope.kind == Kind.CALL
+
+
+class Reader:
+    """Of one worker. `receive` gets each message, and the call that the thread waits for, if it does."""
+
+    def __init__(
+        self,
+        name: str,
+        codec: Codec,
+        pending: PendingCalls,
+        threads: Threads,
+        roster: Roster,
+        *,
+        receive: Callable[[Incoming, PendingCall | None], None],
+        on_expired: Callable[[PendingCall], None],
+        on_lost: Callable[[Connection, str], None],
+    ) -> None:
+        self._name = name
+        self._codec = codec
+        self._pending = pending
+        self._threads = threads
+        self._roster = roster
+        self._receive = receive
+        self._on_expired = on_expired
+        self._on_lost = on_lost
+
+    # -- on threads of the worker ----------------------------------------------------------------------
+
+    def adopt(self, connection: Connection) -> None:
+        """Reads a connection from here on."""
+        connection.on_readable = self._on_readable
+        connection.arm()
+
+    def _on_readable(self, connection: Connection) -> None:
+        """On a thread of ours, when something has arrived and nobody was reading. See duty.py."""
+        if not connection.reading.acquire(blocking=False):
+            return  # somebody else reads, and arms the connection when done
+        duty = Duty(connection, self._hand_on)
+        self._roster.begin(duty)
+        try:
+            linger = 0.0
+            while found := self._read(connection, linger):
+                called = any(message.envelope.kind == Kind.CALL for message in found)
+                if called and len(found) > 1:
+                    found.sort(key=_calls_last)
+                duty.waiting.extend(found)
+                del found
+                if not self._run_waiting(duty):
+                    return
+                # Whoever called is likely to call again at once: to be there saves it a wake-up.
+                linger = connection.linger if called else 0.0
+                if not linger:
+                    connection.pass_on()
+                    return
+        finally:
+            self._roster.end(duty)
+
+    def _run_waiting(self, duty: Duty) -> bool:
+        """Hands on what was read, one after the other; whether the thread is still on duty after it."""
+        while duty.waiting:
+            message = duty.waiting.popleft()
+            self._roster.leave(duty)
+            self._receive(message, None)
+            del message
+            if not duty.take_back():
+                return False
+        return True
+
+    def _hand_on(self, message: Incoming) -> None:
+        self._threads.submit(lambda: self._receive(message, None))
+
+    def _read(self, connection: Connection, timeout: float | None) -> list[Incoming]:
+        """Reads once. The caller holds `reading`, and still does after it if anything was found.
+
+        An answer is claimed here, while reading: whoever takes the reading next to wait for that answer must
+        see that it has come already.
+        """
+        found: list[Incoming] = []
+        try:
+            for frames in connection.read(timeout):
+                envelope = self._codec.open(frames)
+                call = deadline = None
+                if envelope.kind != Kind.CALL:
+                    call = self._pending.claim(envelope.reply_to)
+                elif envelope.timeout is not None:
+                    deadline = time.monotonic() + envelope.timeout
+                found.append(Incoming(connection, envelope, frames, deadline, call))
+        except TelegradError as error:
+            level = logging.DEBUG if isinstance(error, ConnectionClosedError) else logging.WARNING
+            logger.log(
+                level, "worker %r: the connection with %r ends: %s", self._name, connection.peer.name, error
+            )
+            connection.reading.release()
+            self._hand_out(found, None)
+            self._on_lost(connection, str(error))
+            return []
+        except BaseException:
+            connection.pass_on()
+            raise
+        if not found:
+            connection.pass_on()
+        return found
+
+    def _hand_out(self, found: list[Incoming], here: PendingCall | None) -> None:
+        """Completes calls that were answered, and has others run the calls: this thread may be a user's."""
+        for message in found:
+            if message.envelope.kind == Kind.CALL:
+                self._hand_on(message)
+            else:
+                self._receive(message, here)
+
+    # -- on a caller's thread --------------------------------------------------------------------------
+
+    def wait_for(self, call: PendingCall, timeout: float | None) -> None:
+        """Waits until the call is done, or for `timeout` seconds. Reads the answer itself if nobody reads."""
+        until = None if timeout is None else time.monotonic() + timeout
+        connection = call.connection
+        assert connection is not None
+        while not call.done:
+            left = call.left()
+            if left == 0 and self._pending.take(call.id) is not None:
+                self._on_expired(call)
+                return
+            if until is not None:
+                left = min(until - time.monotonic(), float("inf") if left is None else left)
+                if left <= 0:
+                    return
+            if call.claimed or not connection.reading.acquire(blocking=False):
+                call.sleep(left if not call.claimed or until is not None else None)
+            elif call.claimed or call.done:
+                connection.pass_on()
+            else:
+                connection.disarm()
+                self.read_for(call, left)
+
+    def read_for(self, call: PendingCall, timeout: float | None) -> None:
+        """Reads once on behalf of a call, by the thread that waits for it. `reading` is held, and released."""
+        connection = call.connection
+        assert connection is not None
+        found = self._read(connection, timeout)
+        if found:
+            connection.pass_on()
+            self._hand_out(found, call)
