@@ -21,7 +21,7 @@ LAYERS = """
     forkserver
     rpc autograd
     worker functions
-    dispatch peers reading rref gradients.engine
+    dispatch peers reading shutdown rref gradients.engine
     duty threads
     futures
     pending rendezvous

@@ -243,12 +243,14 @@ class Group:
         if member.rank >= 0:
             self._ask(lambda: self._store.set(f"rank/{member.rank}", str(member.id)))
 
-    def leave(self, member: Member) -> None:
-        """Frees the name and lets go of the store; a store that this process serves ends with that.
+    def leave(self, member: Member, *, tell: bool) -> None:
+        """Frees the name, if the others are to be told, and lets go of the store; a store that this process serves ends with that.
 
         The store may be gone by now; then there is nobody left to tell.
         """
         try:
+            if not tell:
+                return
             key = f"name/{member.name}"
             self._compare_set(key, str(member.id), "")
             self._ask(lambda: self._store.delete_key(f"member/{member.id}"))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from .errors import (
     EncodeError,
     NotStartedError,
     PeerLostError,
-    RendezvousError,
     TransportError,
 )
 from .events import Event, Events, logger
@@ -41,7 +39,8 @@ from .modes import current_modes
 from .peers import Peers
 from .pending import OVERHEAD_BYTES, PendingCall, PendingCalls, effective_timeout
 from .reading import Incoming, Reader
-from .rendezvous import Group, poll_until, this_host
+from .rendezvous import Group, this_host
+from .shutdown import Retirement
 from .threads import Threads
 from .transport.base import Connection, ConnectionStatistics, Transport
 from .transport.inproc import Hub, InprocTransport, loopback
@@ -396,56 +395,28 @@ class Worker:
         if not self._closing.acquire(blocking=False):
             return
         limit = self.options.shutdown_timeout if timeout is None else timeout
+        ended_together = False
         try:
             if graceful and os.getpid() == self._pid:
                 self._retire(limit or None)
+                ended_together = self._group.world_size is not None
         finally:
             self._closed_because = "has shut down"
             self._tear_down()
+            # Where all end together there is nobody left to tell, and rank 0 may have taken the store with it.
+            self._group.leave(self.member, tell=not ended_together)
 
     def _retire(self, timeout: float | None) -> None:
-        """Waits for the work in flight, here and everywhere. See Note [two barriers].
-
-        # Note [two barriers]
-        At the first, every program has made its last call. What still runs then are calls made by calls. A
-        worker is idle when it waits for no answer and owes none; it comes to the second barrier when it is,
-        and goes on serving. A call that runs anywhere has a chain of callers who wait for it, back to one that
-        was running before the first barrier, and that one's worker has not come to the second. So when all
-        have, nothing runs.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-
-        def left() -> float | None:
-            return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-        fixed = self._group.world_size is not None
+        """Waits for the work in flight, here and everywhere. See shutdown.py."""
         own = 0 if current.serving.get() is None else 1  # the call in which we are told to shut down
-        if fixed:
-            self._barrier("programs_done", left())
-        if not poll_until(lambda: not len(self._pending) and self._dispatch.unanswered <= own, left()):
-            raise RendezvousError(
-                f"worker {self.name!r} still waits for {len(self._pending)} answers and serves "
-                f"{self._dispatch.unanswered} calls after {timeout:.0f} s; use shutdown(graceful=False) to drop them"
-            )
-        if fixed:
-            self._barrier("workers_idle", left())
-            # The store lives in the process of rank 0: it leaves last, when all others have seen the barrier.
-            self._group.arrive("gone", self.member.rank)
-            if self.member.rank == 0:
-                poll_until(lambda: not self._missing("gone"), min(5.0, left() or 5.0))
-
-    def _barrier(self, name: str, timeout: float | None) -> None:
-        self._group.arrive(name, self.member.rank)
-        if not poll_until(lambda: not self._missing(name), timeout):
-            raise RendezvousError(
-                f"ranks {self._missing(name)} did not come to the shutdown within {timeout or 0:.0f} s; "
-                "have they ended, or do they still work? shutdown(graceful=False) does not wait for them"
-            )
-
-    def _missing(self, barrier: str) -> list[int]:
-        """The ranks that have not arrived; those that are known to be dead are not waited for."""
-        ranks = range(self._group.world_size or 0)
-        return [r for r in ranks if not self._group.arrived(barrier, r) and not self._peers.is_lost(r)]
+        Retirement(
+            name=self.name,
+            rank=self.member.rank,
+            group=self._group,
+            waits_for=lambda: len(self._pending),
+            serves=lambda: self._dispatch.unanswered - own,
+            is_lost=self._peers.is_lost,
+        ).wait(timeout)
 
     def _tear_down(self) -> None:
         self._dispatch.close()
@@ -460,7 +431,6 @@ class Worker:
         self._roster.relieve_all()  # a thread that still runs a function must not keep the reading
         for connection in self._peers.connections():
             self._peers.drop(connection)
-        self._group.leave(self.member)
         self._log_notes()
         if all_ended:
             self._poller.close()
