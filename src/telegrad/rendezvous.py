@@ -244,7 +244,8 @@ class Group:
             self._ask(lambda: self._store.set(f"rank/{member.rank}", str(member.id)))
 
     def leave(self, member: Member, *, tell: bool) -> None:
-        """Frees the name, if the others are to be told, and lets go of the store; a store that this process serves ends with that.
+        """Frees the name, if the others are to be told, and lets go of the store: one that this process serves
+        ends with that.
 
         The store may be gone by now; then there is nobody left to tell.
         """
