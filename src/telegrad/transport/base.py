@@ -88,7 +88,8 @@ class Connection(ABC):
         """The messages that have arrived, in the order of their sending. The caller holds `reading`.
 
         Waits up to `timeout` seconds (0: not at all, None: for ever) for the first; an empty list says
-        that none came. May return without one before the time is over.
+        that none came. May return without one before the time is over, and a few milliseconds after it when
+        a message is just arriving.
 
         Raises:
             ConnectionClosedError: the connection has ended. If the peer ended it, all that had arrived was
