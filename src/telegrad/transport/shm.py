@@ -189,6 +189,10 @@ class Segment(Lending):
             self.fd = -1
 
 
+_WORTH_WAITING_FOR = 1 << 20
+_SHORT_WAIT = 1e-3
+
+
 class SegmentPool:
     """The segments that one end of a connection fills. At most `keep_bytes` of free ones are kept."""
 
@@ -211,6 +215,7 @@ class SegmentPool:
             OSError: there are no more descriptors, or there is no more memory.
             ConnectionClosedError: the pool was closed.
         """
+        self._await_free_one(capacity_for(nbytes))
         with self._lock:
             segment = self._free_one_locked(capacity_for(nbytes)) or self._new_one_locked(nbytes)
             if self._shared:
@@ -223,6 +228,23 @@ class SegmentPool:
                 segment.mark(FREE)
                 raise
         return segment
+
+    def _await_free_one(self, capacity: int) -> None:
+        """Waits a moment for a large segment that is about to come back: to make another costs far more.
+
+        Whoever answered a call lets go of its argument just after the answer has left, and the next call may
+        come sooner than that.
+        """
+        if capacity < _WORTH_WAITING_FOR:
+            return
+        deadline = time.monotonic() + _SHORT_WAIT
+        while True:
+            same = self._segments.get(capacity)
+            if not same or any(segment.state == FREE for segment in list(same)):
+                return
+            if time.monotonic() > deadline:
+                return
+            time.sleep(2e-5)
 
     def _free_one_locked(self, capacity: int) -> Segment | None:
         same = self._segments.get(capacity, ())
