@@ -120,11 +120,21 @@ def test_a_writer_that_is_interrupted_while_it_waits_leaves_the_message_whole(sl
 
 
 @pytest.mark.parametrize("transport", STREAMS)
-def test_a_writer_that_is_interrupted_while_it_sends_ends_the_connection(slow_ends, transport):
+@pytest.mark.parametrize(
+    ("broken", "raised"),
+    [
+        (KeyboardInterrupt, KeyboardInterrupt),
+        (lambda: OSError(errno.ENOBUFS, "No buffer space available"), ConnectionClosedError),
+    ],
+    ids=["Ctrl-C", "no buffers"],
+)
+def test_a_writer_that_is_interrupted_while_it_sends_ends_the_connection(
+    slow_ends, transport, broken, raised
+):
     """Nobody knows how much went out, and half a message would make nonsense of all that follow."""
     one, other = slow_ends(transport)
-    one._sock.broken = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
+    one._sock.broken = broken()
+    with pytest.raises(raised):
         one.write(SMALL)
     with pytest.raises(ConnectionClosedError, match="interrupted in the middle"):
         one.write(SMALL)

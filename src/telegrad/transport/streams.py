@@ -206,11 +206,13 @@ class StreamConnection(Connection):
         except BaseException as error:
             if handed_over or isinstance(error, ConnectionClosedError):
                 raise
-            if isinstance(error, OSError):
+            if isinstance(error, ConnectionError):
                 self._cannot_write(f"the connection with worker {self.peer.name!r} broke: {error}")
                 raise ConnectionClosedError(self._closed_because) from error
             # Half a message may be out, and nobody can say how much of it.
-            self.abort(f"a message to worker {self.peer.name!r} was interrupted in the middle")
+            self.abort(f"a message to worker {self.peer.name!r} was interrupted in the middle: {error!r}")
+            if isinstance(error, OSError):
+                raise ConnectionClosedError(self._closed_because) from error
             raise
         finally:
             if not handed_over:
