@@ -29,7 +29,8 @@ class Options:
     transports: tuple[str, ...] = ("unix", "tcp")
     """What to listen on, best first. Peers take the first that both have and that reaches."""
     tcp_host: str = "127.0.0.1"
-    """Where to listen for TCP. Anything but a loopback address needs `insecure_listen_beyond_loopback`."""
+    """Where to listen for TCP: an address that others can connect to, so not 0.0.0.0. Anything but a loopback
+    address needs `insecure_listen_beyond_loopback`."""
     insecure_listen_beyond_loopback: bool = False
     """Lets `tcp_host` be a public address. INSECURE: there is no authentication, and whoever reaches
     the port can run code as this user."""
@@ -37,7 +38,8 @@ class Options:
     max_message_bytes: int = 16 * GIB
     """A larger message is refused, by its sender and by its receiver."""
     peer_byte_limit: int = 256 * MIB
-    """Calls in flight to one peer, in bytes; a caller over the limit waits until replies have come."""
+    """Calls in flight to one peer, in bytes; a caller over the limit waits until replies have come. What lies in
+    shared memory or an in-process queue and was not read yet is held to the same limit."""
     pool_bytes: int = 1 * GIB
     """Free memory kept for reuse per connection, in bytes, before it is given back to the system."""
 

@@ -150,7 +150,7 @@ class Worker:
         current.worker_var.set(self)
 
     def _tick(self) -> None:
-        for connection in self._peers.connections():
+        for connection in (*self._peers.connections(), *self._self_ends):
             connection.tick()
 
     def new_message_id(self) -> int:
