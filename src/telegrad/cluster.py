@@ -29,7 +29,7 @@ from .config import Options
 from .errors import ClusterError, PeerLostError, TelegradError
 from .forkserver import ForkServer, Job
 from .futures import Future
-from .rendezvous import Group, serve_store
+from .rendezvous import Group, poll_until, serve_store
 from .transport.inproc import Hub
 from .worker import Worker
 
@@ -175,22 +175,22 @@ class LocalCluster:
 
     def _wait_for_children(self, server: ForkServer, group: Group, deadline: float) -> None:
         missing = set(self.names)
-        pause = 0.002
-        while missing:
-            missing -= {name for name in missing if group.find(name) is not None}
+
+        def all_here() -> bool:
+            missing.difference_update([name for name in missing if group.find(name) is not None])
             for name in missing:
                 status = server.status(self._pids[name])
                 if status is not None:
                     raise ClusterError(
                         f"worker {name!r} ended with status {status} before it joined; see its output above"
                     )
-            if missing and time.monotonic() > deadline:
-                raise ClusterError(
-                    f"workers {sorted(missing)} did not join within {self._start_timeout:.0f} s"
-                )
-            if missing:
-                time.sleep(pause)
-                pause = min(0.02, pause * 1.5)
+            return not missing
+
+        if not poll_until(all_here, max(0.0, deadline - time.monotonic())):
+            raise ClusterError(
+                f"workers {sorted(missing)} did not join within {self._start_timeout:.0f} s; their output may say "
+                "why, or raise start_timeout"
+            )
 
 
 def run_child(argument: bytes) -> None:

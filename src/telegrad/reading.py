@@ -23,6 +23,8 @@ from .pending import PendingCall, PendingCalls
 from .threads import Threads
 from .transport.base import Connection, Frames
 
+_GRACE = 1.0  # seconds
+
 
 class Incoming(NamedTuple):
     """A message that was read."""
@@ -132,8 +134,9 @@ class Reader:
             self._hand_out(found, None)
             self._on_lost(connection, str(error))
             return []
-        except BaseException:
+        except BaseException:  # Ctrl-C on a thread that reads: what it has claimed, others may wait for
             connection.pass_on()
+            self._hand_out(found, None)
             raise
         if not found:
             connection.pass_on()
@@ -156,7 +159,7 @@ class Reader:
         assert connection is not None
         while not call.done:
             left = call.left()
-            if left == 0 and self._pending.take(call.id) is not None:
+            if left == 0 and (self._pending.take(call.id) is not None or self._is_given_up(call)):
                 self._on_expired(call)
                 return
             if until is not None:
@@ -164,12 +167,17 @@ class Reader:
                 if left <= 0:
                     return
             if call.claimed or not connection.reading.acquire(blocking=False):
-                call.sleep(left if not call.claimed or until is not None else None)
+                call.sleep(_GRACE if left == 0 else left)
             elif call.claimed or call.done:
                 connection.pass_on()
             else:
                 connection.disarm()
                 self.read_for(call, left)
+
+    def _is_given_up(self, call: PendingCall) -> bool:
+        """Whether whoever claimed the answer of a call, whose time is over, has had long enough to hand it over.
+        That takes microseconds, unless the thread was interrupted in between."""
+        return call.future is None and time.monotonic() - (call.deadline or 0.0) > _GRACE
 
     def read_for(self, call: PendingCall, timeout: float | None) -> None:
         """Reads once on behalf of a call, by the thread that waits for it. `reading` is held, and released."""
