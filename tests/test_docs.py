@@ -14,6 +14,7 @@ from telegrad import errors
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+FROM_SCRATCH = ROOT / "docs" / "from_scratch.py"
 PATIENCE = 60.0
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -42,6 +43,27 @@ def test_a_program_runs_as_it_is(program: str, tmp_path: Path) -> None:
     expected = re.findall(r"^\s*print\(.*\)  # (.+)$", program, re.M)
     assert expected, "the program prints nothing that could be checked"
     assert done.stdout.splitlines() == expected
+
+
+def test_the_idea_from_scratch_runs(tmp_path: Path) -> None:
+    """It compares its gradients with local autograd's by itself, and raises if they differ."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(FROM_SCRATCH)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "all gradients are equal"
+
+
+def test_the_idea_from_scratch_needs_only_torch() -> None:
+    """It explains telegrad, so it may not lean on it."""
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", FROM_SCRATCH.read_text(encoding="utf-8"), re.M))
+    assert imported - sys.stdlib_module_names == {"torch"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.stem)
