@@ -1,7 +1,8 @@
 """The two sides of the comparison, behind one small face.
 
-Both modules have the same names (`init_rpc`, `rpc_sync`, `rpc_async`, `shutdown`), so a figure is written once,
-against `backend.rpc`. Only the options of `init_rpc` differ. Importing this module imports neither side.
+Both have modules with the same names (`init_rpc`, `rpc_sync`, `rpc_async`, `shutdown`; `context`, `backward`,
+`get_gradients`), so a figure is written once, against `backend.rpc` and `backend.autograd`. Only the options of
+`init_rpc` differ. Importing this module imports neither side.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Backend:
-    """One RPC implementation: its module, and how `init_rpc` is told which transport to use."""
+    """One implementation: where its modules are, and how `init_rpc` is told which transport to use."""
 
     name: str
-    module: str
+    package: str
     options: Callable[[str | None], dict[str, Any]]
 
     @property
     def rpc(self) -> Any:
-        return import_module(self.module)
+        return import_module(f"{self.package}.rpc")
+
+    @property
+    def autograd(self) -> Any:
+        return import_module(f"{self.package}.autograd")
 
     def join(self, name: str, *, rank: int, world_size: int, transport: str | None) -> None:
         """Make this process the worker `name` of a group that meets at MASTER_ADDR and MASTER_PORT."""
@@ -55,5 +60,5 @@ def _torch_options(transport: str | None) -> dict[str, Any]:
     return {"rpc_backend_options": TensorPipeRpcBackendOptions(num_worker_threads=16, **held_to)}
 
 
-TELEGRAD = Backend("telegrad", "telegrad.rpc", _telegrad_options)
-TORCH = Backend("torch", "torch.distributed.rpc", _torch_options)
+TELEGRAD = Backend("telegrad", "telegrad", _telegrad_options)
+TORCH = Backend("torch", "torch.distributed", _torch_options)

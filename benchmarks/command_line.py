@@ -1,4 +1,4 @@
-"""The command line: which suite, which part of it, how often."""
+"""The command line: which suites, which part of them, how often."""
 
 from __future__ import annotations
 
@@ -19,30 +19,35 @@ from benchmarks.runner import Plan, run_suite
 BACKENDS = {"telegrad": (TELEGRAD,), "torch": (TORCH,), "both": (TELEGRAD, TORCH)}
 RESULTS = Path(__file__).parent / "results"
 FULL_ROUNDS = 3
+SUITES = ("calls", "gradients")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    suite: Suite
+    suites: tuple[Suite, ...]
     plan: Plan
     directory: Path
     partial: bool
-    """Less than the whole suite, in three rounds, on both sides: nothing to be quoted."""
+    """Less than whole suites, in three rounds, on both sides: nothing to be quoted."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a suite, print and write what came of it. 0: every task gave a result (goals do not count)."""
+    """Run suites, print and write what came of each. 0: every task gave a result (goals do not count)."""
     signal.signal(signal.SIGTERM, _stop)
     try:
         wanted = _parse(arguments)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    results = run_suite(wanted.suite, wanted.plan)
+    return max(_run(suite, wanted) for suite in wanted.suites)
+
+
+def _run(suite: Suite, wanted: Wanted) -> int:
+    results = run_suite(suite, wanted.plan)
     machine = Machine.here()
-    print_report(wanted.suite, results, machine)
+    print_report(suite, results, machine)
     written = write_report(
-        wanted.suite, wanted.plan, results, machine, directory=wanted.directory, partial=wanted.partial
+        suite, wanted.plan, results, machine, directory=wanted.directory, partial=wanted.partial
     )
     print("written: " + ", ".join(os.path.relpath(path) for path in written))
     return 1 if results.failures else 0
@@ -50,13 +55,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> Wanted:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="telegrad beside torch.distributed.rpc"
+        prog="python -m benchmarks", description="telegrad beside torch.distributed.rpc and autograd"
     )
     parser.add_argument(
-        "suite", nargs="?", default="calls", help="a module of benchmarks/ with a SUITE (calls)"
+        "suites",
+        nargs="*",
+        metavar="SUITE",
+        default=SUITES,
+        help=f"modules of benchmarks/ with a SUITE ({' '.join(SUITES)})",
     )
     parser.add_argument("--rounds", type=int, default=None, metavar="N", help="rounds (3; 1 with --quick)")
-    parser.add_argument("--only", default="", metavar="NAME[,NAME]", help="only these figures and sections")
+    parser.add_argument(
+        "--only", default="", metavar="NAME[,NAME]", help="only these figures, growths and sections"
+    )
     parser.add_argument("--quick", action="store_true", help="few samples: a smoke test")
     parser.add_argument("--backend", choices=BACKENDS, default="both")
     parser.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for one job (300)")
@@ -64,13 +75,21 @@ def _parse(arguments: list[str] | None) -> Wanted:
         "--out", type=Path, default=RESULTS, metavar="DIR", help="where the results file goes"
     )
     chosen = parser.parse_args(arguments)
-    suite: Suite = _suite(chosen.suite)
+    suites = tuple(_suite(name) for name in chosen.suites)
     rounds = chosen.rounds or (1 if chosen.quick else FULL_ROUNDS)
     plan = Plan(BACKENDS[chosen.backend], rounds=rounds, quick=chosen.quick, limit_s=chosen.limit)
     partial = bool(chosen.only) or chosen.quick or chosen.backend != "both" or rounds < FULL_ROUNDS
     if chosen.only:
-        suite = suite.only(frozenset(chosen.only.split(",")))
-    return Wanted(suite, plan, chosen.out, partial)
+        suites = _only(frozenset(chosen.only.split(",")), suites)
+    return Wanted(suites, plan, chosen.out, partial)
+
+
+def _only(names: frozenset[str], suites: tuple[Suite, ...]) -> tuple[Suite, ...]:
+    """The parts of the suites with these names; a suite that has none of them is left out."""
+    known = {suite.name: sorted(suite.names) for suite in suites}
+    if unknown := names.difference(*known.values()):
+        raise ValueError(f"there is no {sorted(unknown)}; there are {known}")
+    return tuple(suite.only(names) for suite in suites if names & suite.names)
 
 
 def _suite(name: str) -> Suite:

@@ -1,7 +1,8 @@
 """What a suite is made of. Data only: it is pickled into the processes that do the measuring.
 
 A `Task` is one thing to measure. A `Figure` gives samples and is compared between backends; a floor is a figure
-in which no backend takes part. A `Section` is measured once and gives a piece of the results file.
+in which no backend takes part. A `Growth` gives samples for each of several sizes. A `Section` is measured once
+and gives a piece of the results file.
 """
 
 from __future__ import annotations
@@ -85,6 +86,24 @@ class Figure(Task):
     """Names of the floors that belong beside this figure."""
 
 
+Samples = dict[int, list[float]]
+"""Size -> seconds, one for each sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth(Task):
+    """`measure` returns `Samples`. The two sides need not have the same sizes."""
+
+    of: str
+    """What is counted: "calls"."""
+    base: int
+    """Beside the largest size, the one whose time per call (say) is compared with the largest's."""
+    unit: str = "ms"
+    goal: float | None = None
+    """telegrad's time per call (say) at the largest size is to be at most this multiple of that at `base`."""
+    remark: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Section(Task):
     """`measure` returns anything that can be pickled; `render` makes Markdown of it."""
@@ -99,24 +118,27 @@ class Suite:
     title: str
     figures: tuple[Figure, ...]
     floors: tuple[Figure, ...] = ()
+    growths: tuple[Growth, ...] = ()
     sections: tuple[Section, ...] = ()
     remarks: tuple[str, ...] = ()
     """What a reader of the table must know."""
 
-    def only(self, names: frozenset[str]) -> Suite:
-        """The part of the suite with these figures and sections, and the floors that belong to them.
+    @property
+    def names(self) -> frozenset[str]:
+        """What `--only` can choose from."""
+        return frozenset(task.name for task in (*self.figures, *self.growths, *self.sections))
 
-        Raises:
-            ValueError: a name is not in the suite.
+    def only(self, names: frozenset[str]) -> Suite:
+        """The part of the suite with these figures, growths and sections, and the floors that belong to them.
+
+        Names that are not in the suite are passed over.
         """
-        known = {task.name for task in (*self.figures, *self.sections)}
-        if unknown := names - known:
-            raise ValueError(f"suite {self.name!r} has no {sorted(unknown)}; it has {sorted(known)}")
         figures = tuple(figure for figure in self.figures if figure.name in names)
         wanted = {name for figure in figures for name in figure.floors}
         return replace(
             self,
             figures=figures,
             floors=tuple(floor for floor in self.floors if floor.name in wanted),
+            growths=tuple(growth for growth in self.growths if growth.name in names),
             sections=tuple(section for section in self.sections if section.name in names),
         )

@@ -20,6 +20,8 @@ from benchmarks.figures import Repeats, Section, Session
 from benchmarks.sampling import timed
 from benchmarks.tables import Grid
 
+Call = Callable[[], Any]
+
 ROWS = 15
 MICRO = 1e6
 
@@ -58,17 +60,20 @@ class Profiles:
     calls: tuple[CallProfile, ...]
 
 
-def measure_profiles(session: Session) -> Profiles:
-    rpc_sync, peer = session.backend.rpc.rpc_sync, session.peer
-    calls = {
-        "Empty call": partial(rpc_sync, peer, empty),
-        "Echo 64 B": partial(rpc_sync, peer, echo, (tensor_of(64),)),
-    }
-    profiles = tuple(_profile(title, call, session) for title, call in calls.items())
+def measure_profiles(session: Session, *, calls: Callable[[Session], dict[str, Call]]) -> Profiles:
+    profiles = tuple(_profile(title, call, session) for title, call in calls(session).items())
     return Profiles(session.backend.name, profiles)
 
 
-def _profile(title: str, call: Callable[[], Any], session: Session) -> CallProfile:
+def plain_calls(session: Session) -> dict[str, Call]:
+    rpc_sync, peer = session.backend.rpc.rpc_sync, session.peer
+    return {
+        "Empty call": partial(rpc_sync, peer, empty),
+        "Echo 64 B": partial(rpc_sync, peer, echo, (tensor_of(64),)),
+    }
+
+
+def _profile(title: str, call: Call, session: Session) -> CallProfile:
     count = session.repeats.count
     peer_usage = partial(session.backend.rpc.rpc_sync, session.peer, usage)
     driver_before, peer_before = Usage.here(), peer_usage()
@@ -142,10 +147,15 @@ def _usage_row(who: str, used: Usage) -> tuple[str, ...]:
     )
 
 
-SECTION = Section(
-    name="profile",
-    title="Where the time goes",
-    measure=measure_profiles,
-    render=render_profiles,
-    repeats=Repeats(count=5000, warmup=200),
-)
+def section(calls: Callable[[Session], dict[str, Call]], repeats: Repeats) -> Section:
+    """The section for these calls, by title."""
+    return Section(
+        name="profile",
+        title="Where the time goes",
+        measure=partial(measure_profiles, calls=calls),
+        render=render_profiles,
+        repeats=repeats,
+    )
+
+
+SECTION = section(plain_calls, Repeats(count=5000, warmup=200))

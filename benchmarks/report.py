@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import plot
+from benchmarks import growth_plot, plot
 from benchmarks.figures import Figure, Suite
 from benchmarks.machine import Load, Machine
 from benchmarks.runner import FLOOR, Plan, Results
-from benchmarks.summary import Row, Side, rows, show, side
+from benchmarks.summary import GrowthRow, Row, Side, growth_rows, per_one, rows, show, side
 from benchmarks.tables import Grid
 
 LOAD_REMARK = (
@@ -18,9 +19,25 @@ LOAD_REMARK = (
 )
 
 
+GROWTH_REMARK = (
+    "The time per call (or per worker) at the largest size, as a multiple of that at a smaller one, at which what "
+    "a pass costs however small it is no longer counts for much. 1 is linear."
+)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The names of the files that were drawn."""
+
+    bars: str | None
+    curves: str | None
+
+
 def print_report(suite: Suite, results: Results, machine: Machine) -> None:
     if suite.figures:
         ratios(rows(results, suite.figures)).print(suite.title)
+    if growth := growth_rows(results, suite.growths):
+        rises(growth).print("How cost grows")
     if suite.floors:
         floors(results, suite.floors).print("Floors")
     for title, text in section_texts(suite, results):
@@ -33,27 +50,36 @@ def print_report(suite: Suite, results: Results, machine: Machine) -> None:
 def write_report(
     suite: Suite, plan: Plan, results: Results, machine: Machine, *, directory: Path, partial: bool
 ) -> list[Path]:
-    """The results file and its plot; a partial run gets a name of its own, so that it replaces no full one."""
+    """The results file and its plots; a partial run gets a name of its own, so that it replaces no full one."""
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     stem = f"{suite.name}{'-partial' if partial else ''}_{machine.slug}_{date}"
     directory.mkdir(parents=True, exist_ok=True)
-    table, picture = directory / f"{stem}.md", directory / f"{stem}.png"
-    drawn = plot.draw(suite, results, f"{suite.title}\n{machine}", picture) if suite.figures else False
-    text = _document(suite, plan, results, machine, date, picture.name if drawn else None)
-    table.write_text(text, encoding="utf-8")
-    return [table, picture] if drawn else [table]
+    table, bars, curves = (directory / f"{stem}{end}" for end in (".md", ".png", "_growth.png"))
+    title = f"{suite.title}\n{machine}"
+    drawn = plot.draw(suite, results, title, bars)
+    grown = growth_plot.draw(growth_rows(results, suite.growths), title, curves)
+    pictures = Pictures(bars.name if drawn else None, curves.name if grown else None)
+    table.write_text(_document(suite, plan, results, machine, date, pictures), encoding="utf-8")
+    return [table, *([bars] if drawn else []), *([curves] if grown else [])]
 
 
 def _document(
-    suite: Suite, plan: Plan, results: Results, machine: Machine, date: str, picture: str | None
+    suite: Suite, plan: Plan, results: Results, machine: Machine, date: str, pictures: Pictures
 ) -> str:
     table = rows(results, suite.figures)
+    growth = growth_rows(results, suite.growths)
     quick = " **A quick run, with few samples and few workers: not to be quoted.**" if plan.quick else ""
     parts = [f"# {suite.title}", f"{date}. {machine}. {plan.rounds} rounds, backends alternating.{quick}"]
     if table:
         parts += [ratios(table).markdown(), "\n".join(f"- {remark}" for remark in suite.remarks)]
-    if picture:
-        parts.append(f"![times, on a logarithmic axis]({picture})")
+    if pictures.bars:
+        parts.append(f"![times, on a logarithmic axis]({pictures.bars})")
+    if growth:
+        parts += ["## How cost grows", GROWTH_REMARK, rises(growth).markdown()]
+    if pictures.curves:
+        parts.append(f"![time against size, on logarithmic axes]({pictures.curves})")
+    for row in growth:
+        parts += [f"### {row.growth.title}", *filter(None, [row.growth.remark]), sizes(row).markdown()]
     if suite.floors:
         parts += ["## Floors", floors(results, suite.floors).markdown()]
     if table:
@@ -85,6 +111,37 @@ def _ratio_row(row: Row) -> tuple[str, ...]:
         "–" if goal is None else f"{goal:.2f}",
         {True: "yes", False: "no", None: "–"}[row.met],
     )
+
+
+def rises(table: list[GrowthRow]) -> Grid:
+    header = ("growth", "from", "to", "telegrad", "each round", "torch", "each round", "goal", "met")
+    return Grid(header, [_rise_row(row) for row in table])
+
+
+def _rise_row(row: GrowthRow) -> tuple[str, ...]:
+    goal = row.growth.goal
+    cells = [row.growth.title, str(row.growth.base), f"{row.largest} {row.growth.of}"]
+    for curve in (row.telegrad, row.torch):
+        rise = row.rise(curve)
+        cells.append("–" if rise is None else f"{rise:.2f}")
+        cells.append(" ".join(f"{one:.2f}" for one in row.rises(curve)) or "–")
+    met = {True: "yes", False: "no", None: "–"}[row.met]
+    return (*cells, "–" if goal is None else f"{goal:.2f}", met)
+
+
+def sizes(row: GrowthRow) -> Grid:
+    header = (row.growth.of, "telegrad", "p99", "each", "torch", "p99", "each", "ratio")
+    return Grid(header, [_size_row(row, size) for size in sorted(row.telegrad.keys() | row.torch.keys())])
+
+
+def _size_row(row: GrowthRow, size: int) -> tuple[str, ...]:
+    cells = [str(size)]
+    for curve in (row.telegrad, row.torch):
+        one = curve.get(size, Side({}))
+        cells += [show(one.median, row.growth.unit), show(one.p99, row.growth.unit)]
+        cells.append(show(per_one(curve, size), "µs"))
+    telegrad, torch = per_one(row.telegrad, size), per_one(row.torch, size)
+    return (*cells, "–" if telegrad is None or torch is None else f"{telegrad / torch:.3f}")
 
 
 def floors(results: Results, figures: tuple[Figure, ...]) -> Grid:

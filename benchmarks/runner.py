@@ -68,9 +68,9 @@ def run_suite(suite: Suite, plan: Plan) -> Results:
 
 def _round(number: int, suite: Suite, plan: Plan) -> Iterator[Record]:
     in_turn = plan.backends if number % 2 else plan.backends[::-1]
-    for setting, figures in _by_setting(suite.figures):
+    for setting, tasks in _by_setting((*suite.figures, *suite.growths)):
         for backend in in_turn:
-            yield from _job(number, backend.name, Job(backend, setting, figures, plan.quick), plan)
+            yield from _job(number, backend.name, Job(backend, setting, tasks, plan.quick), plan)
     if suite.floors:
         yield from _job(number, FLOOR, Job(plan.backends[0], ALONE, suite.floors, plan.quick), plan)
 

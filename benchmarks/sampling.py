@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from benchmarks.figures import Repeats
+from benchmarks.figures import Repeats, Samples
 
 
 def timed(call: Callable[[], Any], repeats: Repeats) -> list[float]:
@@ -22,6 +22,27 @@ def timed(call: Callable[[], Any], repeats: Repeats) -> list[float]:
         result = call()
         samples.append(perf_counter() - start)
         del result
+    return samples
+
+
+def timed_by_itself(call: Callable[[], float], repeats: Repeats) -> list[float]:
+    """For a call that times a part of itself, and returns the seconds."""
+    for _ in range(repeats.warmup):
+        call()
+    return [call() for _ in range(repeats.count)]
+
+
+def timed_by_size(calls: Mapping[int, Callable[[], float]], repeats: Repeats, at_least: int) -> Samples:
+    """For calls that time themselves: `repeats.count` sweeps over the sizes, so that all see the same machine.
+
+    A size below `at_least` has several samples in each sweep, about `at_least` calls (or what is counted) in all.
+    """
+    samples: Samples = {size: [] for size in calls}
+    for sweep in range(-repeats.warmup, repeats.count):
+        for size, call in calls.items():
+            seconds = [call() for _ in range(max(1, at_least // size))]
+            if sweep >= 0:
+                samples[size] += seconds
     return samples
 
 

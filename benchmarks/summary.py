@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from benchmarks.figures import Figure
+from benchmarks.figures import Figure, Growth
 from benchmarks.runner import Results
 from benchmarks.sampling import Spread
 
@@ -67,6 +67,66 @@ def rows(results: Results, figures: tuple[Figure, ...]) -> list[Row]:
     return [
         Row(figure, side(results, "telegrad", figure), side(results, "torch", figure)) for figure in figures
     ]
+
+
+Curve = dict[int, Side]
+"""Size -> one backend at that size; the sizes in order."""
+
+
+@dataclass(frozen=True)
+class GrowthRow:
+    growth: Growth
+    telegrad: Curve
+    torch: Curve
+
+    @property
+    def largest(self) -> int:
+        return max((*self.telegrad, *self.torch))
+
+    @property
+    def met(self) -> bool | None:
+        """None where there is no goal, or nothing to hold against it."""
+        found = self.rise(self.telegrad)
+        if self.growth.goal is None or found is None:
+            return None
+        return found <= self.growth.goal
+
+    def rise(self, curve: Curve) -> float | None:
+        """The time per call (say) at the largest size, as a multiple of that at the base: 1 is linear."""
+        large, small = per_one(curve, self.largest), per_one(curve, self.growth.base)
+        if large is None or small is None or self.largest <= self.growth.base:
+            return None
+        return large / small
+
+    def rises(self, curve: Curve) -> list[float]:
+        """The same for each round."""
+        if self.rise(curve) is None:
+            return []
+        large, small = curve[self.largest].rounds, curve[self.growth.base].rounds
+        scale = self.growth.base / self.largest
+        return [large[number].median / small[number].median * scale for number in sorted(large)]
+
+
+def per_one(curve: Curve, size: int) -> float | None:
+    median = curve[size].median if size in curve else None
+    return None if median is None else median / size
+
+
+def growth_rows(results: Results, growths: tuple[Growth, ...]) -> list[GrowthRow]:
+    """Those that were measured, on one side at least."""
+    found = [
+        GrowthRow(growth, _curve(results, "telegrad", growth), _curve(results, "torch", growth))
+        for growth in growths
+    ]
+    return [row for row in found if row.telegrad or row.torch]
+
+
+def _curve(results: Results, name: str, growth: Growth) -> Curve:
+    rounds = {record.round: record.value for record in results.of(name, growth.name) if record.value}
+    sizes = sorted({size for samples in rounds.values() for size in samples})
+    return {
+        size: Side({number: Spread.of(samples[size]) for number, samples in rounds.items()}) for size in sizes
+    }
 
 
 def show(seconds: float | None, unit: str) -> str:
