@@ -25,9 +25,10 @@ LAYERS = """
     duty threads
     futures
     pending rendezvous
-    gradients.attach gradients.backward_pass
-    gradients.nodes gradients.local_graph
-    gradients.contexts
+    gradients.attach gradients.local_pass
+    gradients.contexts gradients.backward_pass
+    gradients.local_graph gradients.leaves gradients.log
+    gradients.nodes
     transport.unix transport.tcp transport.inproc
     transport.streams transport.listening
     transport.wire transport.handshake
@@ -36,7 +37,7 @@ LAYERS = """
     names scripted definitions
     by_value tensors modes
     transport.base
-    messages events
+    messages events waiter
     current config
     errors
 """

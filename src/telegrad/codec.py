@@ -1,6 +1,7 @@
 """Message to frames and back: the envelope as msgpack, the body as a pickle with large memory beside it.
 
-    encode(envelope, body)  -> Frames(header, [skeleton, definitions?, buffer, ...])
+    pack(body)              -> Packed            the body as bytes, and the tensors in it that require grad
+    seal(envelope, packed)  -> Frames(header, [skeleton, definitions?, buffer, ...])
     open(frames)            -> Envelope          cheap, runs no user code: may be done while reading
     decode(frames)          -> body              runs users' constructors: never while reading
 
@@ -11,6 +12,10 @@ are pickled in the first of these ways that can:
     flat      each value is plain or a tensor; tensors' metadata lies beside the values
     nested    any picklable values, with tensors wherever they are
     by value  the same, made by cloudpickle, for what the callee cannot import (see by_value.py)
+
+In a message that is tracked (one sent in a context), the tensors that require grad stand apart: they are
+rebuilt first, get their history, and then take their places among the values. What backward passes tell
+each other is plain msgpack.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import pickle
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -29,17 +34,26 @@ from .by_value import ByValuePickler, Dependencies, Namespaces, decoding, is_by_
 from .config import SHARED_MEMORY_FROM
 from .definitions import Definitions, Outgoing
 from .errors import DecodeError, EncodeError, RemoteError, RemoteTraceback
-from .messages import Call, Envelope, Failure, Hello, Kind, Reply
+from .messages import Begin, Call, Done, End, Envelope, Failure, Gradients, Hello, Kind, Release, Reply
 from .names import Names
 from .scripted import is_named_by_torch, reduce_named_by_torch
-from .tensors import describe, rebuild, reduce_tensor
+from .tensors import FLAGS, REQUIRES_GRAD, attached, describe, rebuild, reduce_tensor, reduce_tracked
 from .transport.base import Buffer, Frames
 
 _encode_envelope = msgspec.msgpack.Encoder().encode
 _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 
-Body = Call | Reply | Failure
-BODIES: dict[int, type[Body]] = {Kind.CALL: Call, Kind.REPLY: Reply, Kind.FAILURE: Failure}
+Control = Begin | Done | End | Release  # with no tensors in them, and nothing of users'
+Body = Call | Reply | Failure | Gradients | Control
+BODIES: dict[int, type[Call | Reply | Failure]] = {Kind.CALL: Call, Kind.REPLY: Reply, Kind.FAILURE: Failure}
+_encode_control = msgspec.msgpack.Encoder().encode
+_decode_control: dict[int, Callable[[Buffer], Any]] = {
+    kind: msgspec.msgpack.Decoder(body).decode
+    for kind, body in ((Kind.BEGIN, Begin), (Kind.DONE, Done), (Kind.END, End), (Kind.RELEASE, Release))
+}
+
+# Gives received tensors their history.
+Attach = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 _REPLY = int(Kind.REPLY)
 
@@ -49,11 +63,21 @@ _CARRIES = 0x80  # added to the above: the second buffer has definitions
 
 _FLAT = 1  # the first byte of flat values; a pickle's is 0x80
 _FLAT_BYTE = b"\x01"
+_APART = 2  # the first byte where tracked tensors come before the values
+_APART_HEAD = struct.Struct("<BIQ")  # that, the buffers of the values, the length of the tensors' pickle
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
 class _ByValueError(Exception):
     """Something in the message must go by value."""
+
+
+class Packed(NamedTuple):
+    """A body as bytes, with no envelope yet."""
+
+    buffers: list[Buffer]
+    keep: list[Any]
+    tracked: Sequence[torch.Tensor]  # those that require grad; empty unless they were asked for
 
 
 class Codec:
@@ -65,18 +89,22 @@ class Codec:
         self._namespaces = Namespaces(worker_id)
         self._definitions = Definitions(self._namespaces, self._dump_definition)
 
-    def encode(self, envelope: Envelope, body: Body, peer: Hello) -> Frames:
-        """A message as frames.
+    def pack(self, envelope: Envelope, body: Body, peer: Hello, *, track: bool = False) -> Packed:
+        """A body as bytes; with `track`, also the tensors in it that require grad.
 
         Raises:
-            EncodeError: something in the body cannot be pickled.
+            EncodeError: something in the body cannot be pickled, or not tracked.
         """
-        message = Outgoing(peer.id, peer.main != "" and peer.main == self._main)
+        if isinstance(body, Control):
+            return Packed([_encode_control(body)], [], ())
+        message = Outgoing(peer.id, peer.main != "" and peer.main == self._main, track=track)
         try:
             name, values, shape = b"", None, _FIELDS
             if type(body) is Call and (name := self._name_of(body.function, message)):
                 shape = _ARGS_AND_KWARGS if body.kwargs else _ARGS
                 values = (body.args, body.kwargs) if body.kwargs else body.args
+            elif type(body) is Gradients:
+                values = body.gradients
             else:
                 values = msgspec.structs.astuple(body)
             pickled, buffers = self._dump(values, message)
@@ -89,7 +117,11 @@ class Codec:
         except Exception as error:
             raise EncodeError(f"{type(error).__name__}: {error}") from error
         skeleton = b"".join((_HEAD.pack(shape, len(name)), name, pickled))
-        return Frames(_encode_envelope(envelope), [skeleton, *buffers], message.keep)
+        return Packed([skeleton, *buffers], message.keep, message.tracked or ())
+
+    def seal(self, envelope: Envelope, packed: Packed) -> Frames:
+        """A message, ready to be written."""
+        return Frames(_encode_envelope(envelope), packed.buffers, packed.keep)
 
     def _name_of(self, function: Any, message: Outgoing) -> bytes:
         name = self._names.name_of(function, same_main=message.same_main)
@@ -106,8 +138,22 @@ class Codec:
         except msgspec.MsgspecError as error:
             raise DecodeError(f"a message with an envelope that makes no sense: {error}") from error
 
-    def decode(self, envelope: Envelope, frames: Frames) -> Body:
-        """The body.
+    def open_control(self, envelope: Envelope, frames: Frames) -> Control:
+        """The body of a message that has nothing of users' in it: may be done while reading.
+
+        Raises:
+            DecodeError: it is not one.
+        """
+        try:
+            return _decode_control[envelope.kind](frames.buffers[0])  # type: ignore[no-any-return]
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise DecodeError(f"a message of kind {envelope.kind} that makes no sense: {error}") from error
+
+    def decode(
+        self, envelope: Envelope, frames: Frames, attach: Attach | None = None
+    ) -> Call | Reply | Failure | Gradients:
+        """The body. `attach` gives the tensors that were tracked their history; without it, those that require
+        grad are leaves.
 
         Raises:
             DecodeError: it cannot be rebuilt here.
@@ -127,7 +173,9 @@ class Codec:
             if length:
                 name = bytes(skeleton[_HEAD.size : start])
                 function = self._names.resolve(name) if name[0] else self._definitions.resolve(name)
-            values = self._load(memoryview(skeleton)[start:], buffers)
+            values = self._load(memoryview(skeleton)[start:], buffers, attach)
+            if envelope.kind == Kind.GRADIENTS:
+                return Gradients(values)
             if shape == _FIELDS:
                 return BODIES[envelope.kind](*values)
             return Call(function, values, None) if shape == _ARGS else Call(function, *values)
@@ -173,7 +221,7 @@ class Codec:
         return None
 
     def _dump(self, values: tuple[Any, ...], message: Outgoing) -> tuple[bytes, Sequence[Buffer]]:
-        flat = _flatten(values, message.keep)
+        flat = _flatten(values, message)
         if flat is None:
             return self._dump_nested(values, message, in_band=False)
         buffers: list[pickle.PickleBuffer] = []
@@ -185,13 +233,30 @@ class Codec:
     ) -> tuple[bytes, Sequence[Buffer]]:
         buffers: list[Buffer] = []
         on_buffer = None if in_band else _beside(buffers)
+        pickled = self._pickle(values, message, buffers, on_buffer)
+        if not message.tracked:
+            return pickled, buffers
+        head = (_APART, len(buffers))
+        tracked, message.tracked = message.tracked, None
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = [torch.Tensor._make_subclass(torch.Tensor, tensor, False) for tensor in tracked]
+        apart = self._pickle(plain, message, buffers, on_buffer)
+        message.tracked = tracked
+        return b"".join((_APART_HEAD.pack(*head, len(apart)), apart, pickled)), buffers
+
+    def _pickle(
+        self, values: Any, message: Outgoing, buffers: list[Buffer], on_buffer: Callable[[Any], Any] | None
+    ) -> bytes:
+        already = len(buffers)
         file = io.BytesIO()
         try:
             _Pickler(file, on_buffer, lambda obj: self._reduce(obj, message, by_value=False)).dump(values)
-            return file.getvalue(), buffers
+            return file.getvalue()
         except (_ByValueError, pickle.PicklingError, AttributeError, TypeError):
             pass  # and now with cloudpickle
-        buffers.clear()
+        del buffers[already:]
+        if message.tracked:
+            message.tracked.clear()
         file = io.BytesIO()
         ByValuePickler(
             file,
@@ -199,7 +264,7 @@ class Codec:
             namespaces=self._namespaces,
             reduce=lambda obj: self._reduce(obj, message, by_value=True),
         ).dump(values)
-        return file.getvalue(), buffers
+        return file.getvalue()
 
     def _dump_definition(self, value: Any, made_of: Dependencies) -> bytes:
         """Pickles a definition, with all that it needs."""
@@ -227,17 +292,27 @@ class Codec:
                     raise _ByValueError
                 return reduced
             return NotImplemented
+        if message.tracked is not None and isinstance(obj, torch.Tensor) and obj.requires_grad:
+            return reduce_tracked(obj, message.tracked)
         return _reduce_data(obj, message.keep, same_main=message.same_main)
 
-    def _load(self, pickled: memoryview, buffers: Sequence[Buffer]) -> Any:
+    def _load(self, pickled: memoryview, buffers: Sequence[Buffer], attach: Attach | None = None) -> Any:
         if pickled[0] == _FLAT:
             values, tensors = pickle.loads(pickled[1:], buffers=buffers)
             if tensors is None:
                 return values
             if not torch.is_inference_mode_enabled():
-                return _unflatten(values, tensors)
+                return _unflatten(values, tensors, attach)
             with torch.inference_mode(False):
-                return _unflatten(values, tensors)
+                return _unflatten(values, tensors, attach)
+        if pickled[0] == _APART:
+            _, ahead, length = _APART_HEAD.unpack_from(pickled)
+            start = _APART_HEAD.size + length
+            tracked = self._load(pickled[_APART_HEAD.size : start], buffers[ahead:])
+            with torch.inference_mode(False):
+                tracked = _leaves(tracked) if attach is None else attach(tracked)
+            with attached(tracked):
+                return self._load(pickled[start:], buffers[:ahead])
         # What arrives in inference mode is no inference tensor: it may be kept beyond that.
         no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
         with no_inference, decoding(self._namespaces, self._definitions.get):
@@ -276,12 +351,17 @@ class _Pickler(pickle.Pickler):
         self.reducer_override = reduce  # type: ignore[method-assign]
 
 
-def _flatten(values: tuple[Any, ...], keep: list[Any]) -> tuple[Any, ...] | None:
+def _leaves(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.requires_grad_() for tensor in tensors]
+
+
+def _flatten(values: tuple[Any, ...], message: Outgoing) -> tuple[Any, ...] | None:
     """(values with None for tensors, {position: tensor's description}); None if there is something else.
 
     A tensor that is there more than once is described once, and then by its first position.
     """
     tensors: dict[int, Any] | None = None
+    tracked = []
     for position, value in enumerate(values):
         kind = type(value)
         if kind is torch.Tensor:
@@ -291,20 +371,39 @@ def _flatten(values: tuple[Any, ...], keep: list[Any]) -> tuple[Any, ...] | None
             elif id(value) in seen:
                 tensors[position] = seen[id(value)]
                 continue
-            description = describe(value, keep)
+            description = describe(value, message.keep)
             if description is None:
                 return None
             tensors[position] = description
             seen[id(value)] = position
+            if value.requires_grad:
+                tracked.append(value)
         elif kind not in _PLAIN:
             return None
+    if tracked and message.tracked is not None:
+        message.tracked = tracked
     if tensors is None:
         return values, None
     return tuple([None if position in tensors else value for position, value in enumerate(values)]), tensors
 
 
-def _unflatten(values: tuple[Any, ...], tensors: dict[int, Any]) -> tuple[Any, ...]:
+def _unflatten(values: tuple[Any, ...], tensors: dict[int, Any], attach: Attach | None) -> tuple[Any, ...]:
     found = list(values)
+    tracked = []
     for position, description in tensors.items():
-        found[position] = found[description] if type(description) is int else rebuild(*description)
+        if type(description) is int:
+            continue
+        if attach is not None and description[FLAGS] & REQUIRES_GRAD:
+            tracked.append(position)
+            found[position] = rebuild(*description, detached=True)  # type: ignore[misc]
+        else:
+            found[position] = rebuild(*description)
+    if tracked:
+        assert attach is not None
+        with_history = attach([found[position] for position in tracked])
+        for position, tensor in zip(tracked, with_history, strict=True):
+            found[position] = tensor
+    for position, description in tensors.items():
+        if type(description) is int:
+            found[position] = found[description]
     return tuple(found)

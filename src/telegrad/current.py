@@ -30,6 +30,8 @@ class Serving:
 
 worker_var: ContextVar[Worker | None] = ContextVar("telegrad_worker", default=None)
 serving: ContextVar[Serving | None] = ContextVar("telegrad_serving", default=None)
+context_id: ContextVar[int] = ContextVar("telegrad_context", default=0)  # of autograd; 0: none
+pass_id: ContextVar[int] = ContextVar("telegrad_pass", default=0)  # of the pass in whose hooks this code runs
 
 
 class _Thread(threading.local):

@@ -20,6 +20,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .by_value import (
     MAIN,
     Dependencies,
@@ -56,13 +58,15 @@ class Definition:
 class Outgoing:
     """What must be known of a message while it is pickled."""
 
-    __slots__ = ("peer", "same_main", "keep", "carried")
+    __slots__ = ("peer", "same_main", "keep", "carried", "tracked")
 
-    def __init__(self, peer: int, same_main: bool) -> None:
+    def __init__(self, peer: int, same_main: bool, *, track: bool = False) -> None:
         self.peer = peer
         self.same_main = same_main  # whether the peer runs the same script as this worker
         self.keep: list[Any] = []  # what the memory of tensors belongs to
         self.carried: list[Definition] | None = []  # None: it cannot carry any
+        # The tensors that require grad, in a message whose gradients will be asked for; None in any other.
+        self.tracked: list[torch.Tensor] | None = [] if track else None
 
 
 class Definitions:

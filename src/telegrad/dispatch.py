@@ -17,12 +17,14 @@ from . import current
 from .codec import Body, Codec
 from .errors import CallTimeoutError, DecodeError, EncodeError, RemoteError, TransportError
 from .events import logger
+from .gradients.attach import Attach
+from .gradients.contexts import Context
 from .messages import Call, Envelope, Failure, Kind, Reply
 from .modes import applied, restore_defaults
 from .pending import PendingCall, PendingCalls
 from .transport.base import Connection, Frames
 
-Send = Callable[[Connection, Envelope, Body, float | None], None]
+Send = Callable[[Connection, Envelope, Body, float | None, PendingCall | None, Context | None], None]
 
 SLOW = 3e-4  # seconds; a function that took longer had better not run on a thread that is also to read
 
@@ -39,7 +41,9 @@ class Dispatch:
         send: Send,
         submit: Callable[[Callable[[], None]], None],
         new_id: Callable[[], int],
+        attach: Attach,
     ) -> None:
+        self._attach = attach
         self._codec = codec
         self._pending = pending
         self._send = send
@@ -72,6 +76,10 @@ class Dispatch:
         self._unanswered[envelope.id] = peer.name
         self.calls_served += 1
         token = current.serving.set(current.Serving(peer.name, envelope.id, deadline, envelope.depth))
+        autograd = envelope.autograd
+        if autograd is not None:
+            context_token = current.context_id.set(autograd.context)
+            pass_token = current.pass_id.set(autograd.during)
         try:
             if deadline is not None and time.monotonic() > deadline:
                 raise CallTimeoutError(
@@ -90,6 +98,9 @@ class Dispatch:
             return
         finally:
             current.serving.reset(token)
+            if autograd is not None:
+                current.context_id.reset(context_token)
+                current.pass_id.reset(pass_token)
         del frames
         if is_async:
             # The thread is free: whoever completes the future sends the answer.
@@ -101,7 +112,7 @@ class Dispatch:
 
     def _run(self, envelope: Envelope, frames: Frames) -> tuple[Any, bool]:
         try:
-            call = self._codec.decode(envelope, frames)
+            call = self._codec.decode(envelope, frames, self._attach.incoming(envelope))
         except DecodeError as error:
             raise DecodeError(
                 f"the call cannot be rebuilt there: {error}. A function and the classes of its arguments must be in "
@@ -142,7 +153,7 @@ class Dispatch:
     def _answer(self, connection: Connection, call: Envelope, result: Any) -> None:
         envelope = Envelope(Kind.REPLY, self._new_id(), call.id)
         try:
-            self._send(connection, envelope, Reply(result), None)
+            self._send(connection, envelope, Reply(result), None, None, self._attach.context_of(call))
             self._unanswered.pop(call.id, None)
         except TransportError as error:
             self._give_up(connection, call, error)
@@ -157,7 +168,7 @@ class Dispatch:
         failure = self._codec.encode_exception(error, text, connection.peer)
         error.__traceback__ = None  # whoever keeps the exception must not keep our frames, and what they hold
         try:
-            self._send(connection, envelope, failure, None)
+            self._send(connection, envelope, failure, None, None, None)
         except TransportError as lost:
             self._give_up(connection, call, lost)
         else:
@@ -226,7 +237,7 @@ class Dispatch:
         assert frames is not None
         call.frames = None  # a large result must not live as long as the future
         try:
-            body = self._codec.decode(envelope, frames)
+            body = self._codec.decode(envelope, frames, self._attach.incoming(envelope))
         except DecodeError as error:
             text = f"the answer of worker {call.peer!r} to the call of {call.function} cannot be rebuilt here: {error}"
             call.make_error = lambda: DecodeError(text)

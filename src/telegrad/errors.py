@@ -9,6 +9,9 @@
     ├── ClusterError             a child of LocalCluster did not start, or ended by itself
     ├── CallTimeoutError         a call outlived its deadline (also TimeoutError)
     ├── PeerLostError            the worker behind a call is gone (also ConnectionError)
+    ├── GradientError            a backward pass that cannot be run as asked for
+    │   ├── UnknownContextError  no such context here: it was never known, or it has ended
+    │   └── BackwardError        a backward pass that failed, on this worker or another
     ├── RemoteError              a remote exception whose own type cannot be rebuilt here
     ├── MessageError
     │   ├── EncodeError          something in a message cannot be pickled
@@ -62,6 +65,24 @@ class CallTimeoutError(TelegradError, TimeoutError):
 
 class PeerLostError(TelegradError, ConnectionError):
     pass
+
+
+class GradientError(TelegradError):
+    pass
+
+
+class UnknownContextError(GradientError):
+    pass
+
+
+class BackwardError(GradientError):
+    """A failed backward pass. It begins as torch's does, `Error on Node <id>: <message>`; the original exception
+    is its `__cause__`."""
+
+    def __init__(self, text: str, worker: str = "", worker_id: int = -1) -> None:
+        super().__init__(text)
+        self.worker = worker
+        self.worker_id = worker_id
 
 
 class RemoteError(TelegradError):

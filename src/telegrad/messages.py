@@ -22,6 +22,17 @@ class Kind(IntEnum):
     CALL = 1
     REPLY = 2
     FAILURE = 3
+    # A backward pass: see docs/backward.md.
+    BEGIN = 4
+    GRADIENTS = 5
+    DONE = 6
+    END = 7
+    RELEASE = 8
+
+
+def sender_of(message_id: int) -> int:
+    """The id of the worker that made a message, context or pass with this id."""
+    return message_id >> COUNTER_BITS
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -34,7 +45,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     depth: int = 0  # how many calls enclose this one
     modes: Modes | None = None  # None: torch's defaults
     device_map: dict[str, str] | None = None  # sender's device -> receiver's
-    autograd: Any = None  # the context and log entries of a message that takes part in a backward pass
+    autograd: Autograd | None = None  # of a message that was sent in a context
     profiling: Any = None  # what a profiled caller asks of the callee
 
 
@@ -45,6 +56,23 @@ class Modes(msgspec.Struct, frozen=True, array_like=True):
     inference: bool = False
     autocast: tuple[tuple[str, bool, str], ...] = ()  # (device type, enabled, dtype name)
     autocast_cache: bool = True
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One entry of the log: what a sent tensor depends on. A negative id is no tensor, but stands for several."""
+
+    id: int
+    context: int
+    depends_on: tuple[int, ...]
+
+
+class Autograd(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What a message in a context says of gradients."""
+
+    context: int
+    sent: tuple[Entry, ...] = ()  # its tensors that require grad, each with an id of its own
+    entries: tuple[Entry, ...] = ()  # what the receiver may not know yet of all that is upstream of them
+    during: int = 0  # the backward pass that gradients belong to, or in whose hooks a call was made
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -68,6 +96,51 @@ class Failure(msgspec.Struct, frozen=True):
     type_name: str
     text: str
     traceback: str
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True):
+    """A backward pass begins: these tensors that the receiver has sent will get gradients."""
+
+    pass_id: int
+    context: int
+    sends: tuple[int, ...]
+    timeout: float | None
+    retain_graph: bool = False
+    create_graph: bool = False
+    into_grad: bool = False  # gradients go to `.grad` of their leaves, not to the context
+    wanted: tuple[int, ...] | None = (
+        None  # the received tensors that gradients are wanted of; None: everything
+    )
+    modes: Modes | None = None  # of the thread that called backward()
+
+
+class Gradients(msgspec.Struct, frozen=True):
+    """The gradients of the tensors that a message carried; None where there is none.
+
+    The envelope names that message (`reply_to`), and the pass (`autograd.during`)."""
+
+    gradients: tuple[Any, ...]
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True):
+    """The receiver's pass is done at the sender, or has failed there."""
+
+    pass_id: int
+    failure: Failure | None = None
+    lost: str = ""  # the name of the worker whose loss was the failure
+
+
+class End(msgspec.Struct, frozen=True, array_like=True):
+    """The pass is over for all: its gradients count, unless it was aborted."""
+
+    pass_id: int
+    aborted: str = ""  # why
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True):
+    """The context has ended. Answered with a Reply, when every worker behind the receiver knows it too."""
+
+    context: int
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):

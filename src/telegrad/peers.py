@@ -50,6 +50,9 @@ class Peers:
         self._lock = threading.Lock()  # guards the three below
         self._known: dict[str | int, Peer] = {}  # by name and by id
         self._connections: set[Connection] = set()
+        self._names: dict[
+            int, str
+        ] = {}  # by id, of all that were ever known; its single operations are atomic
         self._lost: set[int] = set()  # ids of workers that closed a connection or whose process died
         self._listeners: list[Listener] = []
         self._closed = False
@@ -80,6 +83,7 @@ class Peers:
         if connection.peer.id < 0:  # somebody only wanted to know whether this worker lives
             connection.dispose()
             return
+        self._names[connection.peer.id] = connection.peer.name
         with self._lock:
             closed = self._closed
             self._connections.add(connection)
@@ -114,7 +118,17 @@ class Peers:
             )
         return self._know(member)
 
+    def name_of(self, id: int) -> str:
+        """The name of a worker that was ever known here, also when it is gone. Never blocks."""
+        return self._names.get(id, f"with id {id}")
+
+    def connection_with(self, id: int) -> Connection | None:
+        """The connection with a worker, if there is one."""
+        peer = self._known.get(id)
+        return None if peer is None else peer.connection
+
     def _know(self, member: Member) -> Peer:
+        self._names[member.id] = member.name
         with self._lock:
             peer = self._known.get(member.id)
             if peer is None:

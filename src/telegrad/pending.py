@@ -11,28 +11,27 @@ from typing import TYPE_CHECKING, Any
 from .errors import CallTimeoutError
 from .messages import Envelope
 from .transport.base import Connection, Frames
+from .waiter import Waiter
 
 if TYPE_CHECKING:
     from .futures import Future
 
-_making_wake = threading.Lock()  # two threads that wait for one call must wait for one lock
-
 OVERHEAD_BYTES = 1024  # counted for each call in flight beside its bytes: a million tiny calls are not free
 
 
-class PendingCall:
+class PendingCall(Waiter):
     """A call from when it is sent until it was answered, failed or timed out.
 
-    Whoever takes it out of `PendingCalls` completes it, so it completes once. `done` is set last; a thread
-    that waits sets `wake` first and looks at `done` after, so one of the two sees the other.
+    Whoever takes it out of `PendingCalls` completes it, so it completes once.
     """
 
     __slots__ = (
-        "claimed", "connection", "deadline", "depth", "done", "envelope", "frames", "function", "future",
-        "id", "make_error", "nbytes", "peer", "reading", "timeout", "wake", "window",
+        "claimed", "connection", "deadline", "depth", "envelope", "frames", "function", "future", "id",
+        "make_error", "nbytes", "peer", "reading", "timeout", "window",
     )  # fmt: skip
 
     def __init__(self, id: int, function: str, peer: str, timeout: float | None, depth: int) -> None:
+        super().__init__()
         self.id = id
         self.function = function
         self.peer = peer
@@ -48,8 +47,6 @@ class PendingCall:
         self.make_error: Callable[[], BaseException] | None = None  # anew for everyone who asks
         self.claimed = False  # the answer was read, and is being handed on
         self.reading = False  # its caller holds the connection's reading since before it was written
-        self.done = False
-        self.wake: threading.Lock | None = None
 
     def left(self) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
@@ -66,25 +63,6 @@ class PendingCall:
         if nbytes:
             assert self.window is not None
             self.window.leave(nbytes, self.depth)
-
-    def set_done(self) -> None:
-        self.done = True
-        wake = self.wake
-        if wake is not None:
-            try:
-                wake.release()
-            except RuntimeError:
-                pass  # released already: woken for another reason
-
-    def sleep(self, timeout: float | None) -> None:
-        """Sleeps until set_done() or the timeout. One thread at a time per lock; each has its own turn."""
-        with _making_wake:
-            if self.wake is None:
-                self.wake = threading.Lock()
-                self.wake.acquire()
-        wake = self.wake
-        if not self.done and wake.acquire(timeout=-1 if timeout is None else timeout):
-            wake.release()  # the next one who waits for the same call gets through too
 
     def timeout_error(self) -> Callable[[], CallTimeoutError]:
         """Makes the error of a call whose time is over. It does not refer to the call: see Future.fail."""

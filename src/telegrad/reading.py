@@ -22,8 +22,13 @@ from .messages import Envelope, Kind
 from .pending import PendingCall, PendingCalls
 from .threads import Threads
 from .transport.base import Connection, Frames
+from .waiter import Waiter
 
 _GRACE = 1.0  # seconds
+_PATIENCE = (
+    2e-3  # seconds that a thread reads for itself, where what it waits for may also come from elsewhere
+)
+_ANSWERS = frozenset((int(Kind.REPLY), int(Kind.FAILURE)))
 
 
 class Incoming(NamedTuple):
@@ -34,10 +39,15 @@ class Incoming(NamedTuple):
     frames: Frames
     deadline: float | None  # of a call
     call: PendingCall | None  # that an answer completes
+    task: Callable[[], None] | None  # what is left to do for a message of a backward pass
+
+    @property
+    def is_answer(self) -> bool:
+        return self.envelope.kind in _ANSWERS
 
 
-def _calls_last(message: Incoming) -> bool:
-    return message.envelope.kind == Kind.CALL
+def _answers_first(message: Incoming) -> bool:
+    return not message.is_answer
 
 
 class Reader:
@@ -54,6 +64,8 @@ class Reader:
         receive: Callable[[Incoming, PendingCall | None], None],
         on_expired: Callable[[PendingCall], None],
         on_lost: Callable[[Connection, str], None],
+        merge: Callable[[Envelope, Connection], None],
+        on_control: Callable[[int, Envelope, Frames], Callable[[], None] | None],
     ) -> None:
         self._name = name
         self._codec = codec
@@ -63,6 +75,8 @@ class Reader:
         self._receive = receive
         self._on_expired = on_expired
         self._on_lost = on_lost
+        self._merge = merge
+        self._on_control = on_control
 
     # -- on threads of the worker ----------------------------------------------------------------------
 
@@ -80,9 +94,9 @@ class Reader:
         try:
             linger = 0.0
             while found := self._read(connection, linger):
-                called = any(message.envelope.kind == Kind.CALL for message in found)
+                called = not all(message.is_answer for message in found)
                 if called and len(found) > 1:
-                    found.sort(key=_calls_last)
+                    found.sort(key=_answers_first)
                 duty.waiting.extend(found)
                 del found
                 if not self._run_waiting(duty):
@@ -113,18 +127,24 @@ class Reader:
         """Reads once. The caller holds `reading`, and still does after it if anything was found.
 
         An answer is claimed here, while reading: whoever takes the reading next to wait for that answer must
-        see that it has come already.
+        see that it has come already. So must, what a message says of gradients be known before anything that was
+        sent after it is looked at.
         """
         found: list[Incoming] = []
         try:
             for frames in connection.read(timeout):
                 envelope = self._codec.open(frames)
-                call = deadline = None
-                if envelope.kind != Kind.CALL:
+                call = deadline = task = None
+                if envelope.autograd is not None:
+                    self._merge(envelope, connection)
+                if envelope.kind == Kind.CALL:
+                    if envelope.timeout is not None:
+                        deadline = time.monotonic() + envelope.timeout
+                elif envelope.kind in _ANSWERS:
                     call = self._pending.claim(envelope.reply_to)
-                elif envelope.timeout is not None:
-                    deadline = time.monotonic() + envelope.timeout
-                found.append(Incoming(connection, envelope, frames, deadline, call))
+                else:
+                    task = self._on_control(connection.peer.id, envelope, frames)
+                found.append(Incoming(connection, envelope, frames, deadline, call, task))
         except TelegradError as error:
             level = logging.DEBUG if isinstance(error, ConnectionClosedError) else logging.WARNING
             logger.log(
@@ -143,9 +163,9 @@ class Reader:
         return found
 
     def _hand_out(self, found: list[Incoming], here: PendingCall | None) -> None:
-        """Completes calls that were answered, and has others run the calls: this thread may be a user's."""
+        """Completes calls that were answered, and has others run the rest: this thread may be a user's."""
         for message in found:
-            if message.envelope.kind == Kind.CALL:
+            if message.envelope.kind == Kind.CALL or message.task is not None:
                 self._hand_on(message)
             else:
                 self._receive(message, here)
@@ -173,6 +193,26 @@ class Reader:
             else:
                 connection.disarm()
                 self.read_for(call, left)
+
+    def wait_until(self, waiter: Waiter, connection: Connection | None, deadline: float | None) -> None:
+        """Waits until `waiter` is done, or for the deadline. Reads the connection itself for a moment: what is waited
+        for most likely comes there. Then it sleeps, and others read: it may come from elsewhere, too."""
+        patience = time.monotonic() + _PATIENCE
+        while not waiter.done:
+            now = time.monotonic()
+            left = None if deadline is None else deadline - now
+            if left is not None and left <= 0:
+                return
+            if connection is None or now >= patience or not connection.reading.acquire(blocking=False):
+                waiter.sleep(left)
+            elif waiter.done:
+                connection.pass_on()
+            else:
+                connection.disarm()
+                found = self._read(connection, patience - now)
+                if found:
+                    connection.pass_on()
+                    self._hand_out(found, None)
 
     def _is_given_up(self, call: PendingCall) -> bool:
         """Whether whoever claimed the answer of a call, whose time is over, has had long enough to hand it over.

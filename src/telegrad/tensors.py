@@ -12,16 +12,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import pickle
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from .config import SHARED_MEMORY_FROM
+from .errors import EncodeError
 
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _DTYPE_NAMES = {v: k for k, v in _DTYPES.items()}
 
-_REQUIRES_GRAD, _CONJ, _NEG = 1, 2, 4
+REQUIRES_GRAD, _CONJ, _NEG = 1, 2, 4
+FLAGS = 4  # their place in a description
 
 # Arrays, not memoryviews, as views of memory: where the garbage collector breaks up a cycle with a view of a
 # memoryview in it, Python 3.11 crashes.
@@ -53,6 +59,65 @@ def reduce_tensor(tensor: torch.Tensor, keep: list[Any]) -> Any:
         return _rebuild_subclass, (kind, plain, tensor.requires_grad, _state(tensor))
 
 
+def reduce_tracked(tensor: torch.Tensor, tracked: list[torch.Tensor]) -> Any:
+    """How pickle should save a tensor that requires grad, in a message whose gradients will be asked for: by its
+    place among the tracked ones, where it is put.
+
+    Raises:
+        EncodeError: it is of a kind that gradients cannot be followed through.
+    """
+    kind = type(tensor)
+    if kind is torch.Tensor and not tensor.__dict__:
+        tracked.append(tensor)
+        return _at, (len(tracked) - 1,)
+    if isinstance(tensor, UninitializedTensorMixin):
+        return NotImplemented  # it has no values yet, and so no gradient
+    with torch._C.DisableTorchFunctionSubclass():
+        has_own_way = kind.__reduce_ex__ not in _TORCHS_WAYS or kind.__reduce__ is not torch.Tensor.__reduce__
+        is_wrapper = kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+        if has_own_way or is_wrapper:
+            raise EncodeError(
+                f"a {kind.__name__} that requires grad cannot be followed to another worker: its class says itself how "
+                "it is saved. Send the plain tensors that it is made of, or its detach()"
+            )
+        tracked.append(tensor)
+        return _subclass_at, (kind, len(tracked) - 1, _state(tensor))
+
+
+class _Tracked(threading.local):
+    tensors: Sequence[torch.Tensor] = ()
+
+
+_tracked = _Tracked()  # those of the message that this thread decodes
+
+
+@contextmanager
+def attached(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """While the values of a message are unpickled: the tracked tensors, which have their history already."""
+    before, _tracked.tensors = _tracked.tensors, tensors
+    try:
+        yield
+    finally:
+        _tracked.tensors = before
+
+
+def _at(place: int) -> torch.Tensor:
+    return _tracked.tensors[place]
+
+
+def _subclass_at(kind: type[torch.Tensor], place: int, state: Any) -> torch.Tensor:
+    tensor = _tracked.tensors[place]
+    if issubclass(kind, torch.nn.Parameter):
+        # A Parameter is a leaf, and this tensor has a history. torch takes for a Parameter what says that it is one.
+        tensor._is_param = True
+    elif kind is not torch.Tensor:
+        with torch.enable_grad():
+            tensor = tensor.as_subclass(kind)
+    if state is not None:
+        _set_state(tensor, state)
+    return tensor
+
+
 def _state(tensor: torch.Tensor) -> Any:
     """The attributes that a tensor was given, in its __dict__ or in slots; None if there are none."""
     state = torch._utils._get_obj_state(tensor)
@@ -74,7 +139,7 @@ def describe(tensor: torch.Tensor, keep: list[Any]) -> tuple[Any, ...] | None:
         return None
     flags = 0
     if tensor.requires_grad:
-        flags |= _REQUIRES_GRAD
+        flags |= REQUIRES_GRAD
         tensor = tensor.detach()
     dtype = tensor.dtype
     if dtype.is_complex and tensor.is_conj():
@@ -120,8 +185,9 @@ def rebuild(
     stride: tuple[int, ...],
     flags: int,
     device: str | None,
+    detached: bool = False,
 ) -> torch.Tensor:
-    """The tensor that `describe` described."""
+    """The tensor that `describe` described; `detached`, whether or not it required grad."""
     dtype = _DTYPES[dtype_name]
     if not len(memory):
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
@@ -138,7 +204,7 @@ def rebuild(
             torch._C._set_neg(tensor, True)
         if flags & _CONJ:
             torch._C._set_conj(tensor, True)
-        if flags & _REQUIRES_GRAD:
+        if flags & REQUIRES_GRAD and not detached:
             tensor.requires_grad_()
     return tensor
 

@@ -1,18 +1,20 @@
 """Worker: the path of a message, written once.
 
-    outbound   call, dispatch         ->  send:     codec -> transport
-    inbound    transport  ->  receive:  dispatch (codec) -> user function | waiting caller
+    outbound   call, dispatch, engine  ->  send:     codec -> gradients.attach -> transport
+    inbound    transport  ->  receive:  dispatch (codec, gradients.attach) -> user function | waiting caller | engine
 
 A body is decoded by whoever needs it, a call's on the thread that runs it, an answer's on the thread that waits
-for it: decoding may run users' code. A reply is another message. `send` and `receive` mirror each other, and
-report to `events`.
+for it: decoding may run users' code. A reply is another message, and so is a gradient. `send` and `receive`
+mirror each other, and report to `events`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,10 +33,14 @@ from .errors import (
     NotStartedError,
     PeerLostError,
     TransportError,
+    UnknownWorkerError,
 )
 from .events import Event, Events, logger
 from .futures import Future
-from .messages import COUNTER_BITS, Call, Envelope, Hello, Kind, Member, WorkerInfo
+from .gradients.attach import Attach
+from .gradients.contexts import Context, Contexts
+from .gradients.engine import Engine
+from .messages import COUNTER_BITS, Call, Envelope, Failure, Hello, Kind, Member, WorkerInfo
 from .modes import current_modes
 from .peers import Peers
 from .pending import OVERHEAD_BYTES, PendingCall, PendingCalls, effective_timeout
@@ -42,11 +48,12 @@ from .reading import Incoming, Reader
 from .rendezvous import Group, this_host
 from .shutdown import Retirement
 from .threads import Threads
-from .transport.base import Connection, ConnectionStatistics, Transport
+from .transport.base import Connection, ConnectionStatistics, Frames, Transport
 from .transport.inproc import Hub, InprocTransport, loopback
 from .transport.poller import Poller
 from .transport.tcp import TcpTransport
 from .transport.unix import UnixTransport
+from .waiter import Waiter
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,8 @@ class Statistics:
     calls_being_served: int
     late_answers: int
     threads: int
+    contexts: int
+    passes: int
     bytes_in_flight: dict[str, int]
     connections: dict[str, ConnectionStatistics]
 
@@ -86,12 +95,16 @@ class Worker:
         self._roster = Roster(self._poller)
         self._codec = Codec(member.id, hello.main)
         self._pending = PendingCalls(member.name, self._on_expired)
+        self._contexts = Contexts(member.id, self.new_message_id)
+        self._attach = Attach(member.id, self._contexts, self.new_message_id)
+        self.engine = Engine(self, self._contexts, self._attach)
         self._dispatch = Dispatch(
-            self._codec, self._pending, self.send, self._threads.submit, self.new_message_id
+            self._codec, self._pending, self.send, self._threads.submit, self.new_message_id, self._attach
         )
         self._reader = Reader(
             member.name, self._codec, self._pending, self._threads, self._roster,
             receive=self.receive, on_expired=self._on_expired, on_lost=self._on_lost,
+            merge=self._attach.merge, on_control=self.engine.on_message,
         )  # fmt: skip
         transports: list[Transport] = []
         if hub is not None:
@@ -152,6 +165,7 @@ class Worker:
     def _tick(self) -> None:
         for connection in (*self._peers.connections(), *self._self_ends):
             connection.tick()
+        self.engine.tick()
 
     def new_message_id(self) -> int:
         return next(self._ids)
@@ -165,32 +179,44 @@ class Worker:
         body: Body,
         timeout: float | None,
         call: PendingCall | None = None,
+        context: Context | None = None,
     ) -> None:
-        """Encodes a message and writes it. `call` is what waits for its answer."""
+        """Encodes a message and writes it. `call` is what waits for its answer; `context` is what it belongs to."""
         if self.events.subscribers:
             self._emit("send", "started", envelope, connection)
         try:
-            frames = self._codec.encode(envelope, body, connection.peer)
+            packed = self._codec.pack(envelope, body, connection.peer, track=context is not None)
+            if context is not None:
+                to = connection.peer.id
+                envelope = self._attach.outgoing(context, envelope, packed.tracked, connection, to)
+            frames = self._codec.seal(envelope, packed)
             if call is None:
                 nbytes = connection.write(frames, timeout)
             else:
                 self._admit(call, sum(map(len, frames.buffers)))
                 nbytes = connection.write(frames, timeout, call.stop_reading)
         except BaseException as error:
+            if context is not None:
+                self._attach.not_written(envelope)
             if self.events.subscribers:
                 self._emit("send", "failed", envelope, connection, detail=repr(error))
             raise
+        if context is not None:
+            self._attach.written(envelope, connection)
         if self.events.subscribers:
             self._emit("send", "complete", envelope, connection, nbytes)
 
     def receive(self, message: Incoming, here: PendingCall | None = None) -> None:
         """Decodes a message that was read and hands it to whoever it is for. `here` is the call that this
         thread waits for; no other call's callbacks run on it."""
-        connection, envelope, frames, deadline, call = message
+        connection, envelope, frames, deadline, call, task = message
         if self.events.subscribers:
             self._emit("receive", "started", envelope, connection, sum(map(len, frames.buffers)))
         if envelope.kind == Kind.CALL:
             self._dispatch.on_call(connection, envelope, frames, deadline)
+        elif not message.is_answer:
+            if task is not None:
+                task()
         else:
             self._dispatch.on_answer(envelope, frames, call, may_run_callbacks=call is here)
         if self.events.subscribers:
@@ -206,6 +232,8 @@ class Worker:
         detail: str = "",
     ) -> None:
         kind = Kind(envelope.kind).name.lower()
+        if not detail and envelope.kind == Kind.GRADIENTS:
+            detail = f"of message {envelope.reply_to}"
         self.events.emit(Event(stage, phase, kind, envelope.id, connection.peer.name, nbytes, detail))
 
     def _on_lost(self, connection: Connection, reason: str) -> None:
@@ -213,6 +241,57 @@ class Worker:
             for call in self._pending.take_all(connection):
                 gone = f"worker {call.peer!r} is gone, with the call of {call.function} unanswered: {reason}"
                 self._dispatch.fail(call, partial(PeerLostError, gone))
+            self.engine.on_lost(connection.peer.id, connection.peer.name, reason)
+
+    # -- for the engine (gradients.engine.Host) --------------------------------------------------------
+
+    def post(
+        self, to: int, envelope: Envelope, body: Body, timeout: float | None, context: Context | None
+    ) -> None:
+        """Sends a message that nobody answers.
+
+        Raises:
+            PeerLostError: the worker is gone.
+        """
+        try:
+            _, connection = self._peers.reach(to, timeout)
+        except UnknownWorkerError as error:
+            raise PeerLostError(f"worker {self.name_of(to)!r} is gone: it has left the group") from error
+        try:
+            self.send(connection, envelope, body, timeout, None, context)
+        except TransportError as error:
+            self._on_lost(connection, str(error))
+            raise PeerLostError(f"worker {connection.peer.name!r} is gone: {error}") from error
+
+    def wait(self, waiter: Waiter, peer: int, deadline: float | None) -> None:
+        """Waits until `waiter` is done, or for the deadline. It most likely comes from `peer`."""
+        if current.thread.relieve is not None:
+            current.thread.relieve()
+        self._reader.wait_until(waiter, self._peers.connection_with(peer), deadline)
+
+    def submit(self, task: Callable[[], None]) -> None:
+        self._threads.submit(task)
+
+    def name_of(self, worker_id: int) -> str:
+        return self._peers.name_of(worker_id)
+
+    def encode_error(self, error: BaseException, to: int) -> Failure:
+        connection = self._peers.connection_with(to)
+        text = "".join(traceback.format_exception(error))
+        failure = self._codec.encode_exception(
+            error, text, connection.peer if connection else Hello("", to, "")
+        )
+        error.__traceback__ = None  # whoever keeps the exception must not keep the frames, and what they hold
+        return failure
+
+    def decode_error(self, failure: Failure, worker: str) -> BaseException:
+        return self._codec.decode_exception(failure, worker)
+
+    def decode(self, envelope: Envelope, frames: Frames) -> Any:
+        return self._codec.decode(envelope, frames, self._attach.incoming(envelope))
+
+    def open_control(self, envelope: Envelope, frames: Frames) -> Any:
+        return self._codec.open_control(envelope, frames)
 
     # -- calls -----------------------------------------------------------------------------------------
 
@@ -285,7 +364,8 @@ class Worker:
 
         self._pending.add(call)
         try:
-            self.send(connection, envelope, Call(function, tuple(args), kwargs or None), limit, call)
+            body = Call(function, tuple(args), kwargs or None)
+            self.send(connection, envelope, body, limit, call, self._attach.current())
         except BaseException as error:
             call.stop_reading()
             if self._pending.take(call.id) is not None:
@@ -346,6 +426,27 @@ class Worker:
         while self._to_log:
             logger.warning("worker %r: %s", self.name, self._to_log.popleft())
 
+    # -- contexts --------------------------------------------------------------------------------------
+
+    def new_context(self) -> int:
+        """Makes an autograd context, and gives its id."""
+        self._check_open()
+        return self._contexts.new().id
+
+    def release_context(self, context_id: int, *, wait: bool = False) -> None:
+        """Ends a context here and on every worker that took part in it; with `wait`, not before all know it."""
+        if self._closed_because:
+            return
+        others = self.engine.release(context_id, tell=not wait)
+        if wait:
+            futures = []
+            for worker in others:
+                with contextlib.suppress(PeerLostError, UnknownWorkerError):  # gone, and its context with it
+                    futures.append(self.call_async(worker, _release_there, (context_id,)))
+            for future in futures:
+                with contextlib.suppress(PeerLostError):
+                    future.wait()
+
     # -- life ------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
@@ -378,6 +479,8 @@ class Worker:
             self._dispatch.unanswered,
             self._dispatch.late_answers,
             self._threads.count,
+            len(self._contexts),
+            self.engine.busy,
             self._peers.bytes_in_flight(),
             connections,
         )
@@ -413,13 +516,14 @@ class Worker:
             name=self.name,
             rank=self.member.rank,
             group=self._group,
-            waits_for=lambda: len(self._pending),
+            waits_for=lambda: len(self._pending) + self.engine.busy,
             serves=lambda: self._dispatch.unanswered - own,
             is_lost=self._peers.is_lost,
         ).wait(timeout)
 
     def _tear_down(self) -> None:
         self._dispatch.close()
+        self.engine.close()
         self._peers.close()
         for end in self._self_ends:
             end.abort(f"worker {self.name!r} has shut down")
@@ -436,3 +540,7 @@ class Worker:
             self._poller.close()
         else:
             logger.warning("worker %r: some functions still run after its shutdown", self.name)
+
+
+def _release_there(context_id: int) -> None:
+    current.current_worker().release_context(context_id, wait=True)

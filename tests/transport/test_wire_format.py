@@ -34,11 +34,16 @@ def greeting() -> bytes:
 
 
 def call() -> Frames:
-    return Codec(1, "").encode(Envelope(Kind.CALL, CALL_ID, 0, 60.0, 1), Call(math.hypot, (3, 4), None), B)
+    return encoded(1, Envelope(Kind.CALL, CALL_ID, 0, 60.0, 1), Call(math.hypot, (3, 4), None), B)
 
 
 def reply() -> Frames:
-    return Codec(2, "").encode(Envelope(Kind.REPLY, REPLY_ID, CALL_ID), Reply(5.0), A)
+    return encoded(2, Envelope(Kind.REPLY, REPLY_ID, CALL_ID), Reply(5.0), A)
+
+
+def encoded(worker_id: int, envelope: Envelope, body: Call | Reply, to: Hello) -> Frames:
+    codec = Codec(worker_id, "")
+    return codec.seal(envelope, codec.pack(envelope, body, to))
 
 
 def in_one_piece(frames: Frames) -> bytes:

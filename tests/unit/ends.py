@@ -28,7 +28,11 @@ class End:
         self, to: End, kind: Kind, body: Any, *, id: int = 0, reply_to: int = 0
     ) -> tuple[Envelope, Frames]:
         envelope = Envelope(kind, id, reply_to)
-        return envelope, arrived(self.codec.encode(envelope, body, to.hello))
+        return envelope, arrived(encoded(self.codec, envelope, body, to.hello))
+
+
+def encoded(codec: Codec, envelope: Envelope, body: Any, to: Hello) -> Frames:
+    return codec.seal(envelope, codec.pack(envelope, body, to))
 
 
 def arrived(frames: Frames) -> Frames:

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from ends import encoded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -376,7 +377,8 @@ def test_bytes_that_make_no_sense(link):
 
 def test_an_envelope_survives(link):
     envelope = Envelope(Kind.CALL, 1 << 62, 3, 1.5, 2, telegrad.messages.Modes(grad=False))
-    frames = link.near.codec.encode(envelope, telegrad.messages.Call(add, (1,), None), link.far.hello)
+    body = telegrad.messages.Call(add, (1,), None)
+    frames = encoded(link.near.codec, envelope, body, link.far.hello)
     assert link.far.codec.open(frames) == envelope
     assert msgspec.msgpack.decode(frames.header)[0] == Kind.CALL
 

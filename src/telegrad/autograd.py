@@ -1,0 +1,184 @@
+"""What users call, with torch.distributed.autograd's names where it has them.
+
+    with context() as context_id:
+        loss = rpc_sync("worker", forward, args=(batch,)).sum()
+        backward(context_id, [loss])
+        gradients = get_gradients(context_id)
+
+The functions act on the current worker: inside a call the one that serves it, else the one of init_rpc().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import current
+from .current import current_worker
+from .errors import GradientError
+from .pending import effective_timeout
+
+__all__ = [
+    "backward",
+    "context",
+    "debug_info",
+    "get_gradients",
+    "grad",
+    "is_available",
+    "update_gradient",
+]
+
+
+def is_available() -> bool:
+    """Whether gradients can cross workers: always."""
+    return True
+
+
+class context:
+    """One distributed forward pass and the backward passes over it.
+
+    Gives the id by which gradients are asked for. Calls made inside take it along. Contexts nest; leaving the
+    inner one makes the outer one current again. At its end everything that was kept for it goes, on every
+    worker; with `wait=True` leaving it waits until that has happened everywhere.
+    """
+
+    def __init__(self, *, wait: bool = False) -> None:
+        self._wait = wait
+
+    def __enter__(self) -> int:
+        self._worker = current_worker()
+        self._id = self._worker.new_context()
+        self._token = current.context_id.set(self._id)
+        return self._id
+
+    def __exit__(self, *_: object) -> None:
+        current.context_id.reset(self._token)
+        self._worker.release_context(self._id, wait=self._wait)
+
+
+def backward(
+    context_id: int,
+    roots: Sequence[torch.Tensor],
+    retain_graph: bool = False,
+    *,
+    grad_tensors: Sequence[torch.Tensor | None] | None = None,
+    create_graph: bool = False,
+    timeout: float | None = None,
+    into: str = "context",
+) -> None:
+    """Runs the backward pass from these roots, through every worker that took part in the forward pass.
+
+    Args:
+        roots: tensors of this worker; scalars, unless their gradients are given.
+        retain_graph: keeps the graph for another pass.
+        grad_tensors: the gradients of the roots; ones by default.
+        create_graph: makes the gradients themselves differentiable, across workers too.
+        timeout: seconds; Options.rpc_timeout by default; 0 means no limit.
+        into: "context": the gradients are had by get_gradients(). "grad": they are added to `.grad` of each leaf,
+            on the worker that owns it.
+
+    Raises:
+        UnknownContextError: there is no such context here, or a tensor was received in one that has ended.
+        GradientError: the roots are not what is needed.
+        BackwardError: the pass failed, here or on another worker, which it names. No gradient of it is kept
+            anywhere. The exception from there is its `__cause__`.
+    """
+    if into not in ("context", "grad"):
+        raise ValueError(f"into={into!r}; choose 'context' or 'grad'")
+    worker = current_worker()
+    worker.engine.backward(
+        context_id,
+        _tensors(roots, "roots"),
+        grad_tensors=None if grad_tensors is None else list(grad_tensors),
+        retain_graph=bool(retain_graph),
+        create_graph=create_graph,
+        into_grad=into == "grad",
+        timeout=_timeout(timeout),
+    )
+
+
+def grad(
+    context_id: int,
+    outputs: torch.Tensor | Sequence[torch.Tensor],
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    grad_outputs: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool = False,
+    *,
+    timeout: float | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of outputs with respect to inputs, as torch.autograd.grad gives them; both are tensors of this
+    worker, and what is between them may be anywhere. Stores nothing in the context, and runs only what leads to
+    the inputs.
+
+    Raises:
+        GradientError: an input was not used, without `allow_unused`; or as for backward().
+    """
+    wanted = _tensors(inputs, "inputs")
+    given = [grad_outputs] if isinstance(grad_outputs, torch.Tensor) else grad_outputs
+    for place, tensor in enumerate(wanted):
+        if not tensor.requires_grad:
+            raise GradientError(f"One of the differentiated Tensors does not require grad (input {place})")
+    found = current_worker().engine.grad(
+        context_id,
+        _tensors(outputs, "outputs"),
+        wanted,
+        grad_outputs=None if given is None else list(given),
+        retain_graph=create_graph if retain_graph is None else retain_graph,
+        create_graph=create_graph,
+        timeout=_timeout(timeout),
+    )
+    if not allow_unused and any(gradient is None for gradient in found):
+        raise GradientError(
+            "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "
+            f"this is the desired behavior. (input {found.index(None)})"
+        )
+    return found
+
+
+def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """The gradients of this worker's leaves in a context, by leaf. All passes of the context that are done count.
+
+    Raises:
+        UnknownContextError: there is no such context here.
+    """
+    return current_worker().engine.get_gradients(context_id)
+
+
+def update_gradient(
+    context_id: int, tensor: torch.Tensor, callback: Callable[[torch.Tensor], torch.Tensor | None]
+) -> None:
+    """Calls `callback` with the gradient of a leaf, and stores what it returns in its place (None: nothing).
+
+    Raises:
+        UnknownContextError: there is no such context here.
+        GradientError: the leaf has no gradient in it.
+    """
+    current_worker().engine.update_gradient(context_id, tensor, callback)
+
+
+def debug_info() -> dict[str, int]:
+    """What this worker keeps for gradients, as counts."""
+    return current_worker().engine.statistics()
+
+
+def _get_debug_info() -> dict[str, int]:
+    counts = debug_info()
+    return {"num_current_backward_passes": counts["passes"], "num_autograd_contexts": counts["contexts"]}
+
+
+def _tensors(given: Any, what: str) -> list[torch.Tensor]:
+    tensors = [given] if isinstance(given, torch.Tensor) else list(given)
+    for place, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{what} must be tensors; number {place} is a {type(tensor).__name__}")
+    return tensors
+
+
+def _timeout(timeout: float | None) -> float | None:
+    serving = current.serving.get()
+    default = current_worker().options.rpc_timeout
+    return effective_timeout(timeout, default, serving.deadline if serving else None)

@@ -1,0 +1,133 @@
+"""Send and Recv onto the tensors of a message, on its way out and on its way in.
+
+outgoing   tensors that require grad  -> a Send over them, and what the message says of it (Autograd)
+merge      what a message says        -> the log; while reading, so before anything that was read later
+incoming   tensors of such a message  -> the same, with a Recv as their history
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+import torch
+
+from .. import current
+from ..errors import GradientError
+from ..events import logger
+from ..messages import Autograd, Entry, Envelope
+from .contexts import Context, Contexts, Sent
+from .nodes import Recv, Send, running
+
+
+class Attach:
+    """Of one worker."""
+
+    def __init__(self, worker_id: int, contexts: Contexts, new_id: Callable[[], int]) -> None:
+        self._worker_id = worker_id
+        self._contexts = contexts
+        self._new_id = new_id
+
+    def outgoing(
+        self,
+        context: Context,
+        envelope: Envelope,
+        tensors: Sequence[torch.Tensor],
+        connection: object,
+        to: int,
+    ) -> Envelope:
+        """The envelope with what the message says of gradients. `connection` is how it will go, `to` whom."""
+        if to != self._worker_id:
+            context.known_workers.add(to)
+        during = current.pass_id.get() if envelope.autograd is None else envelope.autograd.during
+        if not tensors:
+            return msgspec.structs.replace(envelope, autograd=Autograd(context.id, during=during))
+        sent = [self._send(context, envelope.id, place, tensors, to) for place in range(len(tensors))]
+        own = [Entry(s.id, context.id, tuple(sorted(s.reach.received))) for s in sent]
+        log = self._contexts.log
+        log.merge(own, None)
+        for s in sent:
+            context.sends[s.id] = s
+        depends_on = {id for entry in own for id in entry.depends_on}
+        entries = log.entries_for(connection, depends_on) if depends_on else ()
+        for other in {entry.context for entry in entries if entry.context != context.id}:
+            # Whoever learns of a context must hear of its end.
+            if (found := self._contexts.find(other)) is not None and to != self._worker_id:
+                found.known_workers.add(to)
+        autograd = Autograd(context.id, tuple(own), tuple(entries), during)
+        return msgspec.structs.replace(envelope, autograd=autograd)
+
+    def _send(
+        self, context: Context, message: int, place: int, tensors: Sequence[torch.Tensor], to: int
+    ) -> Sent:
+        tensor = tensors[place]
+        id = message if place == 0 else self._new_id()
+        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+            token = Send.apply(id, tensor)
+        reach = self._contexts.reach_of(context, token.grad_fn.next_functions)
+        what = (tensor.shape, tensor.dtype, tensor.device)
+        return Sent(id, message, place, len(tensors), to, token, *what, reach)
+
+    def written(self, envelope: Envelope, connection: object) -> None:
+        """The message was written: its receiver knows what it says."""
+        autograd = envelope.autograd
+        if autograd is not None and autograd.sent:
+            self._contexts.log.written(connection, (*autograd.sent, *autograd.entries))
+
+    def not_written(self, envelope: Envelope) -> None:
+        """The message was not sent: nobody will ask for its gradients."""
+        autograd = envelope.autograd
+        if autograd is not None and (context := self._contexts.find(autograd.context)) is not None:
+            for entry in autograd.sent:
+                context.sends.pop(entry.id, None)
+
+    def merge(self, envelope: Envelope, connection: object) -> None:
+        """Takes over what a message says. Never blocks, and runs no user code."""
+        autograd = envelope.autograd
+        if autograd is None:
+            return
+        if self._contexts.get_or_make(autograd.context) is None:
+            logger.info("message %d came after the end of its context %d", envelope.id, autograd.context)
+            return
+        if autograd.sent:
+            entries = list(autograd.sent)
+            for entry in autograd.entries:
+                if entry.context == autograd.context or self._contexts.get_or_make(entry.context) is not None:
+                    entries.append(entry)
+            self._contexts.log.merge(entries, connection)
+
+    def context_of(self, envelope: Envelope) -> Context | None:
+        """The context that a message belongs to, while it lives."""
+        return None if envelope.autograd is None else self._contexts.find(envelope.autograd.context)
+
+    def current(self) -> Context | None:
+        """The context that this code runs in, while it lives."""
+        id = current.context_id.get()
+        if not id:
+            pass_ = running()  # threads of the engine's own, for devices, know no ContextVars of ours
+            id = 0 if pass_ is None else pass_.context_id
+        return self._contexts.find(id) if id else None
+
+    def incoming(self, envelope: Envelope) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] | None:
+        """What gives the tensors of a message their history; None for a message with no Send."""
+        autograd = envelope.autograd
+        if autograd is None or not autograd.sent:
+            return None
+        return partial(self._recv, envelope.id, autograd)
+
+    def _recv(self, message: int, autograd: Autograd, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        ids = tuple([entry.id for entry in autograd.sent])
+        if len(ids) != len(tensors):
+            raise GradientError(
+                f"message {message} has {len(tensors)} tensors that require grad, not {len(ids)}"
+            )
+        with torch.enable_grad():
+            # See Note [the anchor of a Recv].
+            anchor = torch.empty(0, requires_grad=True)
+            received: tuple[torch.Tensor, ...] = Recv.apply(anchor, message, ids, autograd.context, tensors)
+        context = self._contexts.find(autograd.context)
+        if context is not None:  # else backward() will say that it has ended
+            for id in ids:
+                context.received[id] = received[0].grad_fn
+        return received

@@ -1,0 +1,204 @@
+"""The state of a backward pass: events in, instructions out. No threads, no I/O, no torch.
+
+    Part          one worker's part: which Sends get gradients, what has arrived, how far it is
+    BackwardPass  the root's view: who has yet to report, and how it ends
+
+    root           BackwardPass ── Begin ──▶ every participant's Part
+    participants   Part: gradients arrive, the engine runs ── Done ──▶ BackwardPass
+    root           BackwardPass ── End ──▶ every Part: its gradients count, or (aborted) all is dropped
+
+Both are driven by engine.py, which holds a lock around each event and carries the instructions out after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+
+@dataclass(frozen=True)
+class Start:
+    """Run torch's engine for this part."""
+
+
+@dataclass(frozen=True)
+class Wake:
+    """The engine may be waiting for this Send."""
+
+    send: int
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """Whatever the engine waits for will not come."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tell the root: done, or failed."""
+
+    error: BaseException | None
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The gradients of this part count from now on."""
+
+
+@dataclass(frozen=True)
+class Discard:
+    """All that this part has gathered goes."""
+
+
+@dataclass(frozen=True)
+class Late:
+    """It came after the end: drop it, and say so in the log."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Tell these workers that the pass is done."""
+
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Tell these workers that the pass is over, and why."""
+
+    workers: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Complete:
+    """backward() returns, or raises this."""
+
+    error: BaseException | None
+    worker: int = -1  # where it happened
+
+
+PartInstruction = Start | Wake | Interrupt | Report | Commit | Discard | Late
+RootInstruction = Finish | Abort | Complete | Late
+
+
+class State(Enum):
+    EARLY = auto()  # gradients have come, Begin has not
+    WAITING = auto()  # begun; what the engine needs first has not come
+    RUNNING = auto()
+    REPORTED = auto()  # done or failed here; the root has the last word
+    FINISHED = auto()
+    ABORTED = auto()
+
+
+@dataclass
+class Part:
+    """One worker's part in a pass. `is_root`: it also has roots of its own to start from."""
+
+    is_root: bool = False
+    state: State = State.EARLY
+    sends: tuple[int, ...] = ()  # that will get gradients, in the order of their sending
+    arrived: set[int] = field(default_factory=set)
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in (State.FINISHED, State.ABORTED)
+
+    def on_begin(self, sends: Iterable[int]) -> list[PartInstruction]:
+        if self.is_over:
+            return [Late("the begin of a pass")]
+        if self.state is not State.EARLY:
+            return self.on_local_end(ProtocolViolationError("the pass was begun twice"))
+        self.sends = tuple(sorted(sends))
+        self.state = State.WAITING
+        unknown = self.arrived - set(self.sends)
+        if unknown:
+            return self.on_local_end(_not_awaited(min(unknown)))
+        return self._start_if_ready()
+
+    def _start_if_ready(self) -> list[PartInstruction]:
+        # Gradients are taken in the reverse of the order of sending, so the engine has nothing to do before the last
+        # Send has its own.
+        if self.is_root or not self.sends or self.sends[-1] in self.arrived:
+            self.state = State.RUNNING
+            return [Start()]
+        return []
+
+    def on_gradients(self, send: int) -> list[PartInstruction]:
+        if self.is_over or self.state is State.REPORTED:
+            return [Late(f"the gradients of message {send}")]
+        if send in self.arrived:
+            return self.on_local_end(ProtocolViolationError(f"the gradients of message {send} came twice"))
+        if self.state is not State.EARLY and send not in self.sends:
+            return self.on_local_end(_not_awaited(send))
+        self.arrived.add(send)
+        if self.state is State.WAITING:
+            return self._start_if_ready()
+        return [Wake(send)] if self.state is State.RUNNING else []
+
+    def on_local_end(self, error: BaseException | None = None) -> list[PartInstruction]:
+        """The engine is done here, or something went wrong here."""
+        if self.is_over or self.state is State.REPORTED:
+            return []
+        self.state = State.REPORTED
+        if error is None:
+            return [Report(None)]
+        return [Interrupt(), Discard(), Report(error)]
+
+    def on_end(self, aborted: str) -> list[PartInstruction]:
+        """The root's last word; or the root is gone, or the context is."""
+        if self.is_over:
+            return [] if aborted else [Late("the end of a pass")]
+        was, self.state = self.state, State.ABORTED
+        if not aborted and was is State.REPORTED:
+            self.state = State.FINISHED
+            return [Commit()]
+        return [Interrupt(), Discard()]
+
+
+class BackwardPass:
+    """The root's view of a pass. Its own part reports like any other."""
+
+    def __init__(self, root: int, participants: Iterable[int]) -> None:
+        self._root = root
+        self._others = tuple(sorted(set(participants) - {root}))
+        self.missing = {root, *self._others}  # have not reported yet
+        self.is_over = False
+
+    def on_report(self, worker: int, error: BaseException | None) -> list[RootInstruction]:
+        if self.is_over:
+            return [] if error is None else [Late(f"the failure of worker {worker} ({error!r})")]
+        if error is not None:
+            return self._fail(error, worker)
+        self.missing.discard(worker)
+        if self.missing:
+            return []
+        self.is_over = True
+        return [Finish(self._others), Complete(None)]
+
+    def on_lost(self, worker: int, error: BaseException) -> list[RootInstruction]:
+        """A worker is gone. It matters only if it takes part."""
+        if self.is_over or (worker not in self._others):
+            return []
+        return self._fail(error, worker)
+
+    def on_failure(self, error: BaseException) -> list[RootInstruction]:
+        """The deadline, the release of the context, the end of this worker."""
+        return [] if self.is_over else self._fail(error, self._root)
+
+    def _fail(self, error: BaseException, worker: int) -> list[RootInstruction]:
+        self.is_over = True
+        return [Abort(self._others, f"{type(error).__name__}: {error}"), Complete(error, worker)]
+
+
+class ProtocolViolationError(RuntimeError):
+    """A message of a pass that no worker would send."""
+
+
+def _not_awaited(send: int) -> ProtocolViolationError:
+    return ProtocolViolationError(
+        f"gradients came for message {send}, whose Send has no part in this pass here"
+    )

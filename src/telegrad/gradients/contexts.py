@@ -1,0 +1,147 @@
+"""Contexts: what one distributed forward has left on this worker, until its end. The bottom of gradients.
+
+A context is made where the program enters it, and on every other worker by the first message that names it.
+It ends where it was made, which tells every worker that it has sent to, which tell those that they have
+sent to. What is late finds a tombstone, and never brings a context back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import UnknownContextError
+from ..messages import Entry, sender_of
+from .leaves import GradientTable
+from .local_graph import Edge, Known, Node, Reach, walk
+from .log import Log
+
+_TOMBSTONES = 100_000
+
+
+@dataclass(eq=False, slots=True)
+class Sent:
+    """One Send: a tensor of a message, as the graph knows it."""
+
+    id: int
+    message: int
+    place: int  # among the tensors of the message that require grad
+    count: int  # of these
+    to: int  # the id of the worker that it was sent to
+    token: torch.Tensor  # whose history is the tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    reach: Reach
+
+
+@dataclass(eq=False)
+class Context:
+    """One context on one worker."""
+
+    id: int
+    # Guards the graph (`known`) and every field below. Held while the graph is walked, so never by threads that read.
+    # Reentrant: a finaliser may run in it.
+    lock: Any = field(default_factory=threading.RLock)
+    sends: dict[int, Sent] = field(default_factory=dict)  # by id
+    received: dict[int, Node] = field(default_factory=dict)  # Recv nodes, by the ids of their tensors
+    known_workers: set[int] = field(default_factory=set)  # ids of those that it was sent to
+    gradients: GradientTable = field(default_factory=GradientTable)
+    known: Known = field(default_factory=dict)  # what walks have found
+
+    @property
+    def owner(self) -> int:
+        return sender_of(self.id)
+
+
+class Contexts:
+    """Of one worker. `new_id` gives ids that never repeat in the group's life."""
+
+    def __init__(self, worker_id: int, new_id: Callable[[], int]) -> None:
+        self._worker_id = worker_id
+        self._new_id = new_id
+        self.log = Log()
+        self._lock = threading.RLock()  # guards all below; held for a moment only
+        self._live: dict[int, Context] = {}
+        self._released: OrderedDict[int, None] = OrderedDict()  # tombstones, the oldest first
+        self.max_id = 0  # of those made here
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def new(self) -> Context:
+        id = self._new_id()
+        with self._lock:
+            context = self._live[id] = Context(id)
+            self.max_id = max(self.max_id, id)
+        return context
+
+    def find(self, id: int) -> Context | None:
+        return self._live.get(id)
+
+    def get(self, id: int) -> Context:
+        """
+        Raises:
+            UnknownContextError: it is not known here.
+        """
+        context = self._live.get(id)
+        if context is None:
+            why = "it has ended" if id in self._released else "no message of it has come here"
+            raise UnknownContextError(f"Could not find autograd context with id: {id} ({why})")
+        return context
+
+    def get_or_make(self, id: int) -> Context | None:
+        """The context of a message that has come; None if it has ended."""
+        context = self._live.get(id)
+        if context is not None:
+            return context
+        with self._lock:
+            if id in self._released:
+                return None
+            return self._live.setdefault(id, Context(id))
+
+    def was_released(self, id: int) -> bool:
+        return id in self._released
+
+    def of_owner(self, worker_id: int) -> list[Context]:
+        with self._lock:
+            return [c for c in self._live.values() if c.owner == worker_id]
+
+    def all(self) -> list[Context]:
+        with self._lock:
+            return list(self._live.values())
+
+    def take_out(self, id: int) -> Context | None:
+        """Ends a context here. Returns it, if it was live: there may be more to do."""
+        with self._lock:
+            context = self._live.pop(id, None)
+            self._released[id] = None
+            if len(self._released) > _TOMBSTONES:
+                self._released.popitem(last=False)
+        self.log.release(id)
+        return context
+
+    # -- the graph -------------------------------------------------------------------------------------
+
+    def reach_of(self, context: Context, starts: Iterable[Edge], *, remember: bool = True) -> Reach:
+        """What nodes of this worker lead to. What a Send leads to lives as long as the context, so it is
+        remembered; what a loss leads to does not."""
+        with context.lock:
+            before = len(context.known)
+            reach = walk(starts, context.known, lambda members: self._new_group(context.id, members))
+            if not remember:
+                added = len(context.known) - before
+                for node in list(itertools.islice(reversed(context.known), added)):
+                    del context.known[node]
+            return reach
+
+    def _new_group(self, context_id: int, members: frozenset[int]) -> int:
+        id = -self._new_id()
+        self.log.add(Entry(id, context_id, tuple(sorted(members))))
+        return id

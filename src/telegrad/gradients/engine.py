@@ -1,0 +1,794 @@
+"""The engine: runs backward passes with torch, as one of their workers or as their root.
+
+    backward(), grad()     plan: what the roots lead to, and which Sends of which workers will get gradients
+                           -> Begin to each of them, this worker's own part, End to each of them
+    on_message()           Begin, Gradients, Done, End, Release from others: the pure state says what is to be done
+
+`on_message` is called by threads that read: it never blocks and runs no user code. What takes longer it
+returns, to be run by somebody who does not read. The engine call of a pass runs on the thread that has called
+backward(), or on one of the worker's; never inside of another engine call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from .. import current
+from ..config import SHARED_MEMORY_FROM
+from ..errors import (
+    BackwardError,
+    CallTimeoutError,
+    GradientError,
+    NotStartedError,
+    PeerLostError,
+    TelegradError,
+    UnknownContextError,
+)
+from ..events import logger
+from ..messages import (
+    Autograd,
+    Begin,
+    Done,
+    End,
+    Entry,
+    Envelope,
+    Failure,
+    Gradients,
+    Kind,
+    Release,
+    sender_of,
+)
+from ..modes import applied, current_modes
+from ..waiter import Waiter
+from .attach import Attach
+from .backward_pass import (
+    Abort,
+    BackwardPass,
+    Commit,
+    Complete,
+    Discard,
+    Finish,
+    Interrupt,
+    Late,
+    Part,
+    PartInstruction,
+    Report,
+    RootInstruction,
+    Start,
+    State,
+    Wake,
+)
+from .contexts import Context, Contexts, Sent
+from .local_graph import Node, find_received, leads_to
+from .local_pass import Gradient, InterruptedPassError, LocalPass, Roots, Surroundings
+from .log import MissingEntryError, flatten_groups, useful
+from .nodes import make_beacon
+
+Task = Callable[[], None]
+_TOMBSTONES = 10_000
+_EARLY = 60.0  # seconds that gradients wait for the begin of their pass
+_GRACE = 5.0  # seconds that a participant waits longer than its root
+
+
+class Host(Protocol):
+    """What the engine needs of its worker."""
+
+    name: str
+    id: int
+
+    def post(
+        self, to: int, envelope: Envelope, body: Any, timeout: float | None, context: Context | None
+    ) -> None:
+        """Sends a message to the worker of that id. Raises PeerLostError."""
+
+    def wait(self, waiter: Waiter, peer: int, deadline: float | None) -> None:
+        """Waits for something that most likely comes from that worker."""
+
+    def submit(self, task: Task) -> None: ...
+    def new_message_id(self) -> int: ...
+    def name_of(self, worker_id: int) -> str: ...
+    def encode_error(self, error: BaseException, to: int) -> Failure: ...
+    def decode_error(self, failure: Failure, worker: str) -> BaseException: ...
+    def decode(self, envelope: Envelope, frames: Any) -> Any: ...
+    def open_control(self, envelope: Envelope, frames: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who takes part in a pass, with which of the tensors that they have sent, and (for grad) which received ones
+    matter to whom."""
+
+    sends: dict[int, tuple[int, ...]]  # by worker
+    wanted: dict[int, tuple[int, ...]] | None = None  # by worker
+
+
+@dataclass(eq=False)
+class _Root:
+    """A pass that was begun here."""
+
+    state: BackwardPass
+    # Guards `state`. Threads that read take it: held for a moment only.
+    lock: Any = field(default_factory=threading.RLock)
+    waiter: Waiter = field(default_factory=Waiter)
+    finishing: list[RootInstruction] = field(
+        default_factory=list
+    )  # left to the thread that waits for the pass
+    error: BaseException | None = None
+    worker: int = -1  # where the error happened
+
+    def on(self, event: Callable[[BackwardPass], list[RootInstruction]]) -> list[RootInstruction]:
+        with self.lock:
+            return event(self.state)
+
+
+class Engine:
+    def __init__(self, host: Host, contexts: Contexts, attach: Attach) -> None:
+        self._host = host
+        self._id = host.id
+        self._contexts = contexts
+        self._attach = attach
+        self._lock = threading.RLock()  # guards all below; held for a moment only
+        self._passes: dict[int, LocalPass] = {}  # this worker's part, by pass
+        self._roots: dict[int, _Root] = {}  # passes that were begun here
+        self._over: OrderedDict[int, None] = OrderedDict()  # tombstones of passes
+        self._closed = False
+        self._around = Surroundings(
+            self._wait,
+            self._decode,
+            self._post_gradients,
+            self._find_sent,
+            self._find_received,
+            make_beacon(),
+        )
+
+    # -- what users call -------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        context_id: int,
+        roots: Sequence[torch.Tensor],
+        *,
+        grad_tensors: Sequence[Gradient] | None,
+        retain_graph: bool,
+        create_graph: bool,
+        into_grad: bool,
+        timeout: float | None,
+    ) -> None:
+        """Runs a backward pass, to its end on every worker. `timeout` None: no limit."""
+        context = self._contexts.get(context_id)
+        edges, gradients = checked_roots(roots, grad_tensors, scalar=grad_tensors is None)
+        reach = self._contexts.reach_of(context, edges, remember=False)
+        plan = self._plan(reach.received, edges)
+        start = Roots(edges_of(edges), gradients, reach)
+        self._run(context, plan, start, timeout, retain_graph, create_graph, into_grad)
+
+    def grad(
+        self,
+        context_id: int,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        *,
+        grad_outputs: Sequence[Gradient] | None,
+        retain_graph: bool,
+        create_graph: bool,
+        timeout: float | None,
+    ) -> tuple[Gradient, ...]:
+        """The gradients of the inputs, which are tensors of this worker. Nothing else is computed or kept."""
+        context = self._contexts.get(context_id)
+        edges, gradients = checked_roots(outputs, grad_outputs, scalar=grad_outputs is None)
+        reach = self._contexts.reach_of(context, edges, remember=False)
+        targets = {_edge_of(tensor) for tensor in inputs}
+        plan = self._plan_for(context, reach.received, edges, targets)
+        start = Roots(edges_of(edges), gradients, reach, tuple(inputs))
+        return self._run(context, plan, start, timeout, retain_graph, create_graph, False).results
+
+    def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients of this worker's leaves in a context, from all passes that are done."""
+        context = self._contexts.get(context_id)
+        self._settle(context)
+        with context.lock:
+            return context.gradients.copy()
+
+    def update_gradient(
+        self, context_id: int, leaf: torch.Tensor, callback: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> None:
+        """Replaces a leaf's gradient by what the callback makes of it; None leaves it as it is."""
+        context = self._contexts.get(context_id)
+        self._settle(context)
+        with context.lock:
+            gradient = context.gradients.get(leaf)
+        if gradient is None:
+            raise GradientError("The grad for the variable should exist in dist_autograd context.")
+        changed = callback(gradient)  # outside of the lock: it is the user's
+        if changed is not None:
+            with context.lock:
+                context.gradients.replace(leaf, changed)
+
+    def _settle(self, context: Context) -> None:
+        """Passes that are done here but have not heard the root's last word are waited for: it is on its way."""
+        for local in self._passes_of(context.id):
+            # Not in a hook of that very pass, whose root waits for us.
+            if local.part.state is State.REPORTED and local.pass_id != current.pass_id.get():
+                serving = current.serving.get()
+                self._wait(
+                    local.settled, sender_of(local.pass_id), serving.deadline if serving else local.deadline
+                )
+            if local.part.state is State.FINISHED:
+                self._commit(local)
+
+    def statistics(self) -> dict[str, int]:
+        contexts = self._contexts.all()
+        return {
+            "contexts": len(contexts),
+            "passes": len(self._passes),
+            "passes_begun_here": len(self._roots),
+            "sends": sum(len(c.sends) for c in contexts),
+            "received": sum(len(c.received) for c in contexts),
+            "gradients": sum(len(c.gradients) for c in contexts),
+            "log_entries": len(self._contexts.log),
+        }
+
+    @property
+    def busy(self) -> int:
+        """How many passes this worker takes part in now."""
+        return len(self._passes)
+
+    # -- planning --------------------------------------------------------------------------------------
+
+    def _closure(self, received: Iterable[int], edges: Sequence[tuple[Node, int]]) -> dict[int, Entry]:
+        try:
+            return self._contexts.log.closure(received)
+        except MissingEntryError as missing:
+            node = find_received(edges, missing.id)
+            of = f"context {node.context}" if node is not None else "the context of a tensor"
+            sender = self._host.name_of(sender_of(abs(missing.id)))
+            raise UnknownContextError(
+                f"the roots depend on tensors received from worker {sender!r} in {of}, which has ended. Run backward() "
+                "before it ends, or detach() what is kept from it"
+            ) from None
+
+    def _plan(self, received: Iterable[int], edges: Sequence[tuple[Node, int]]) -> Plan:
+        if not received:
+            return Plan({})
+        return Plan(_by_worker(id for id in self._closure(received, edges) if id > 0))
+
+    def _plan_for(
+        self,
+        context: Context,
+        received: Iterable[int],
+        edges: Sequence[tuple[Node, int]],
+        targets: set[tuple[Node, int]],
+    ) -> Plan:
+        """Of all that the outputs lead to, what leads on to the inputs."""
+        entries = self._closure(received, edges)
+        known: dict[Node, bool] = {}
+
+        def is_source(id: int) -> bool:
+            if sender_of(id) != self._id:
+                return False
+            edge = self._find_sent(context, id).token.grad_fn.next_functions[0]  # type: ignore[union-attr]
+            return edge in targets or leads_to(edge[0], targets, known)
+
+        kept = useful(entries, is_source)
+        reached = {id for id in self._closure_within(received, entries, kept) if id > 0}
+        wanted: dict[int, set[int]] = {self._id: flatten_groups(received, entries) & reached}
+        for id in reached:
+            wanted.setdefault(sender_of(id), set()).update(
+                flatten_groups(entries[id].depends_on, entries) & reached
+            )
+        return Plan(_by_worker(reached), {worker: tuple(sorted(ids)) for worker, ids in wanted.items()})
+
+    def _closure_within(self, received: Iterable[int], entries: dict[int, Entry], kept: set[int]) -> set[int]:
+        found: set[int] = set()
+        waiting = [id for id in received if id in kept]
+        while waiting:
+            id = waiting.pop()
+            if id not in found:
+                found.add(id)
+                waiting.extend(d for d in entries[id].depends_on if d in kept)
+        return found
+
+    def _find_sent(self, context: Context, id: int) -> Sent:
+        sent = context.sends.get(id)
+        if sent is None:
+            for other in self._contexts.all():
+                if (sent := other.sends.get(id)) is not None:
+                    break
+            else:
+                raise GradientError(f"Could not find send function for autograd message id: {id}")
+        return sent
+
+    def _find_received(self, id: int) -> Node:
+        for context in self._contexts.all():
+            if (node := context.received.get(id)) is not None:
+                return node
+        raise GradientError(f"Could not find recv function for autograd message id: {id}")
+
+    # -- a pass, at its root ---------------------------------------------------------------------------
+
+    def _run(
+        self,
+        context: Context,
+        plan: Plan,
+        roots: Roots,
+        timeout: float | None,
+        retain_graph: bool,
+        create_graph: bool,
+        into_grad: bool,
+    ) -> LocalPass:
+        pass_id = self._host.new_message_id()
+        serving = current.serving.get()
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def begin_for(worker: int) -> Begin:
+            wanted = None if plan.wanted is None else plan.wanted.get(worker, ())
+            sends = plan.sends.get(worker, ())
+            return Begin(
+                pass_id,
+                context.id,
+                sends,
+                timeout,
+                retain_graph,
+                create_graph,
+                into_grad,
+                wanted,
+                current_modes(),
+            )
+
+        root = _Root(BackwardPass(self._id, plan.sends))
+        local = LocalPass(pass_id, self._around, Part(is_root=True))
+        local.context, local.begin, local.roots = context, begin_for(self._id), roots
+        local.deadline, local.depth = deadline, serving.depth + 1 if serving else 1
+        with self._lock:
+            if self._closed:
+                raise NotStartedError(f"worker {self._host.name!r} has shut down")
+            self._roots[pass_id], self._passes[pass_id] = root, local
+        others = [worker for worker in plan.sends if worker != self._id]
+        try:
+            for worker in others:
+                self._begin_at(worker, root, begin_for(worker), local.depth)
+            first = local.on(lambda part: part.on_begin(self._messages_of(local)))
+            if torch._C._current_graph_task_id() >= 0:
+                # Never inside of another engine call: its thread would work off nodes of this one.
+                self._host.submit(partial(self._carry_out, local, first))
+            else:
+                local.on_own_thread = True
+                self._carry_out(local, first)
+            self._wait(root.waiter, others[0] if others else self._id, deadline)
+            if not root.waiter.done:
+                self._carry_out_root(pass_id, root, root.on(partial(_fail, error=self._late(root, timeout))))
+            self._carry_out_root(pass_id, root, root.finishing)
+        except BaseException as error:
+            self._carry_out_root(pass_id, root, root.on(partial(_fail, error=error)))
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            with self._lock:
+                self._roots.pop(pass_id, None)
+        if root.error is not None:
+            self._raise(root)
+        return local
+
+    def _begin_at(self, worker: int, root: _Root, begin: Begin, depth: int) -> None:
+        envelope = Envelope(Kind.BEGIN, self._host.new_message_id(), 0, begin.timeout, depth)
+        try:
+            self._host.post(worker, envelope, begin, begin.timeout, None)
+        except PeerLostError as lost:
+            error = lost
+            self._carry_out_root(begin.pass_id, root, root.on(lambda state: state.on_lost(worker, error)))
+
+    def _late(self, root: _Root, timeout: float | None) -> CallTimeoutError:
+        missing = sorted(self._host.name_of(worker) for worker in root.state.missing)
+        return CallTimeoutError(
+            f"the backward pass ran for more than set timeout ({int((timeout or 0) * 1000)} ms); "
+            f"workers {missing} are not done"
+        )
+
+    def _messages_of(self, local: LocalPass) -> set[int]:
+        """The messages that this worker has sent and whose gradients will come."""
+        begin, context = local.begin, local.context
+        assert begin is not None
+        assert context is not None
+        return {self._find_sent(context, id).message for id in begin.sends}
+
+    def _raise(self, root: _Root) -> None:
+        error, worker = root.error, root.worker
+        assert error is not None
+        if not isinstance(error, Exception):
+            raise error
+        name = self._host.name_of(worker)
+        text = f"Error on Node {worker}: {_text_of(error)} (worker {name!r}, in a backward pass)"
+        raise BackwardError(text, name, worker) from error
+
+    def _carry_out_root(self, pass_id: int, root: _Root, instructions: list[RootInstruction]) -> None:
+        local = self._passes.get(pass_id)
+        for instruction in instructions:
+            match instruction:
+                case Finish(workers):
+                    if local is not None:
+                        self._end_here(local, "")
+                    self._tell_end(pass_id, workers, "")
+                case Abort(workers, reason):
+                    if local is not None:
+                        self._end_here(local, reason)
+                    self._tell_end(pass_id, workers, reason)
+                case Complete(error, worker):
+                    root.error, root.worker = error, worker
+                    root.waiter.set_done()
+                case Late(what):
+                    logger.info("worker %r: %s came after the end of pass %d", self._host.name, what, pass_id)
+
+    def _tell_end(self, pass_id: int, workers: Iterable[int], aborted: str) -> None:
+        for worker in workers:
+            try:
+                self._host.post(
+                    worker, Envelope(Kind.END, self._host.new_message_id()), End(pass_id, aborted), 1.0, None
+                )
+            except TelegradError as error:
+                logger.debug("worker %d was not told of the end of pass %d: %s", worker, pass_id, error)
+
+    # -- a pass, as one of its workers -----------------------------------------------------------------
+
+    def on_message(self, peer: int, envelope: Envelope, frames: Any) -> Task | None:
+        """A message of a pass has come. Called while reading: what takes longer is returned."""
+        if envelope.kind == Kind.GRADIENTS:
+            return self._on_gradients(envelope, frames)
+        match self._host.open_control(envelope, frames):
+            case Begin() as begin:
+                return self._on_begin(begin, envelope.depth)
+            case Done(pass_id, failure, lost):
+                return self._on_done(peer, pass_id, failure, lost)
+            case End(pass_id, aborted):
+                return self._on_end(pass_id, aborted)
+            case Release(context_id):
+                return partial(self._on_release, context_id, peer)
+        return None
+
+    def _local(self, pass_id: int) -> LocalPass | None:
+        """This worker's part in a pass; None if that is over."""
+        with self._lock:
+            if pass_id in self._over or self._closed:
+                return None
+            local = self._passes.get(pass_id)
+            if local is None:
+                local = self._passes[pass_id] = LocalPass(pass_id, self._around, Part())
+            return local
+
+    def _on_begin(self, begin: Begin, depth: int) -> Task | None:
+        local = self._local(begin.pass_id)
+        context = self._contexts.get_or_make(begin.context)
+        if local is None or context is None:
+            logger.info("the begin of pass %d came after the end of it or its context", begin.pass_id)
+            return None
+        local.context, local.begin, local.depth = context, begin, depth
+        local.root_name = self._host.name_of(sender_of(begin.pass_id))
+        if begin.timeout is not None:
+            local.deadline = time.monotonic() + begin.timeout + _GRACE
+        try:
+            messages = self._messages_of(local)
+        except GradientError as error:
+            return self._later(local, local.on(partial(_fail_part, error=error)))
+        return self._later(local, local.on(lambda part: part.on_begin(messages)))
+
+    def _on_gradients(self, envelope: Envelope, frames: Any) -> Task | None:
+        pass_id = envelope.autograd.during if envelope.autograd is not None else 0
+        local = self._local(pass_id)
+        if local is None:
+            logger.info(
+                "the gradients of message %d came after the end of pass %d", envelope.reply_to, pass_id
+            )
+            return None
+        return self._later(local, local.keep(envelope.reply_to, (envelope, frames)))
+
+    def _on_done(self, peer: int, pass_id: int, failure: Failure | None, lost: str) -> Task | None:
+        root = self._roots.get(pass_id)
+        if root is None:
+            logger.info("the report of worker %d came after the end of pass %d", peer, pass_id)
+            return None
+        if failure is None:
+            self._on_success(root, peer)
+            return None
+        return partial(self._on_failed, peer, pass_id, root, failure)
+
+    def _on_success(self, root: _Root, worker: int) -> None:
+        """The thread that waits for the pass says the last word itself: backward() returns after it."""
+        instructions = root.on(lambda state: state.on_report(worker, None))
+        if instructions:
+            root.finishing = instructions
+            root.waiter.set_done()
+
+    def _on_failed(self, peer: int, pass_id: int, root: _Root, failure: Failure) -> None:
+        error = self._host.decode_error(failure, self._host.name_of(peer))  # which may run users' code
+        self._carry_out_root(pass_id, root, root.on(lambda state: state.on_report(peer, error)))
+
+    def _on_end(self, pass_id: int, aborted: str) -> Task | None:
+        local = self._passes.get(pass_id)
+        if local is None:
+            with self._lock:
+                self._bury_locked(pass_id)
+            return None
+        return self._later(local, local.on(lambda part: part.on_end(aborted)), aborted)
+
+    def _end_here(self, local: LocalPass, aborted: str) -> None:
+        self._carry_out(local, local.on(lambda part: part.on_end(aborted)), aborted)
+
+    def _later(self, local: LocalPass, instructions: list[PartInstruction], reason: str = "") -> Task | None:
+        """Carries out at once what takes no time; the rest is returned."""
+        rest: list[PartInstruction] = []
+        for instruction in instructions:
+            if isinstance(instruction, Start | Report | Commit):
+                rest.append(instruction)
+            else:
+                self._carry_out_one(local, instruction, reason)
+        if local.part.is_over:
+            local.settled.set_done()
+        return partial(self._carry_out, local, rest) if rest else None
+
+    def _carry_out(self, local: LocalPass, instructions: list[PartInstruction], reason: str = "") -> None:
+        for instruction in instructions:
+            self._carry_out_one(local, instruction, reason)
+        if local.part.is_over:
+            local.settled.set_done()
+
+    def _carry_out_one(self, local: LocalPass, instruction: PartInstruction, reason: str) -> None:
+        match instruction:
+            case Start():
+                self._run_part(local)
+            case Wake(message):
+                local.wake(message)
+            case Interrupt():
+                local.interrupt(reason or "it failed")
+            case Report(error):
+                self._report(local, error)
+            case Commit():
+                self._commit(local)
+            case Discard():
+                self._forget(local)
+            case Late(what):
+                logger.info(
+                    "worker %r: %s came after the end of pass %d", self._host.name, what, local.pass_id
+                )
+
+    def _run_part(self, local: LocalPass) -> None:
+        error: BaseException | None = None
+        try:
+            if local.on_own_thread:
+                local.run()
+            else:
+                assert local.begin is not None
+                with applied(local.begin.modes):
+                    local.run()
+        except InterruptedPassError as interrupted:
+            error = interrupted  # whoever ended the pass has said why; this is heard only if nobody has
+        except BaseException as raised:
+            error = raised
+        self._carry_out(local, local.on(lambda part: part.on_local_end(error)))
+
+    def _report(self, local: LocalPass, error: BaseException | None) -> None:
+        root_id = sender_of(local.pass_id)
+        if root_id == self._id:
+            root = self._roots.get(local.pass_id)
+            if root is not None and error is None:
+                self._on_success(root, root_id)
+            elif root is not None:
+                self._carry_out_root(
+                    local.pass_id, root, root.on(lambda state: state.on_report(root_id, error))
+                )
+            return
+        failure = None if error is None else self._host.encode_error(error, root_id)
+        envelope = Envelope(Kind.DONE, self._host.new_message_id())
+        try:
+            self._host.post(root_id, envelope, Done(local.pass_id, failure), None, None)
+        except TelegradError as lost:
+            logger.info("the root of pass %d is gone: %s", local.pass_id, lost)
+            self._end_here(local, "its root is gone")
+            return
+        if error is not None:
+            self._forget(local)
+
+    def _commit(self, local: LocalPass) -> None:
+        """Any number of times, by whoever needs it first."""
+        context, begin = local.context, local.begin
+        assert context is not None
+        assert begin is not None
+        with local.committing:
+            if begin.into_grad:
+                local.gradients.add_to_leaves()
+            else:
+                with context.lock:
+                    context.gradients.take_over(local.gradients)
+        self._forget(local)
+
+    def _forget(self, local: LocalPass) -> None:
+        with self._lock:
+            if local.part.is_over:
+                self._passes.pop(local.pass_id, None)
+                self._bury_locked(local.pass_id)
+        if local.part.state is not State.FINISHED:
+            with local.committing:
+                local.gradients.clear()
+
+    def _bury_locked(self, pass_id: int) -> None:
+        self._over[pass_id] = None
+        if len(self._over) > _TOMBSTONES:
+            self._over.popitem(last=False)
+
+    # -- what a running pass needs ---------------------------------------------------------------------
+
+    def _wait(self, waiter: Waiter, peer: int, deadline: float | None) -> None:
+        if not waiter.done:
+            self._host.wait(waiter, peer, deadline)
+
+    def _decode(self, envelope: Envelope, frames: Any) -> tuple[Gradient, ...]:
+        return self._host.decode(envelope, frames).gradients  # type: ignore[no-any-return]
+
+    def _post_gradients(self, local: LocalPass, message: int, gradients: tuple[Gradient, ...]) -> None:
+        """Never blocks for long: what is large is written by another thread."""
+        context, begin = local.context, local.begin
+        assert context is not None
+        assert begin is not None
+        autograd = Autograd(context.id, during=local.pass_id)
+        envelope = Envelope(Kind.GRADIENTS, self._host.new_message_id(), message, autograd=autograd)
+        tracked = context if begin.create_graph else None
+        post = partial(self._host.post, sender_of(message), envelope, Gradients(gradients), None, tracked)
+        if sum(g.nbytes for g in gradients if g is not None) < SHARED_MEMORY_FROM:
+            post()
+        else:
+            self._host.submit(partial(self._post_later, local, post))
+
+    def _post_later(self, local: LocalPass, post: Task) -> None:
+        try:
+            post()
+        except Exception as error:
+            failed = error
+            self._carry_out(local, local.on(lambda part: part.on_local_end(failed)))
+
+    # -- ends ------------------------------------------------------------------------------------------
+
+    def _passes_of(self, context_id: int) -> list[LocalPass]:
+        with self._lock:
+            return [p for p in self._passes.values() if p.context is not None and p.context.id == context_id]
+
+    def release(self, context_id: int, *, told_by: int | None = None, tell: bool = True) -> set[int]:
+        """Ends a context here, and tells the workers that it was sent to. Returns them: without `tell`, they are
+        left to the caller."""
+        context = self._contexts.take_out(context_id)
+        if context is None:
+            return set()
+        others = context.known_workers - {told_by, self._id, context.owner}
+        for worker in others if tell else ():
+            try:
+                self._host.post(
+                    worker,
+                    Envelope(Kind.RELEASE, self._host.new_message_id()),
+                    Release(context_id),
+                    1.0,
+                    None,
+                )
+            except TelegradError as error:
+                logger.debug("worker %d was not told of the end of context %d: %s", worker, context_id, error)
+        self._end_passes_of(context)
+        return others
+
+    def _on_release(self, context_id: int, told_by: int) -> None:
+        self.release(context_id, told_by=told_by)
+
+    def _end_passes_of(self, context: Context) -> None:
+        ended = UnknownContextError(f"context {context.id} ended while its backward pass ran")
+        for local in self._passes_of(context.id):
+            root = self._roots.get(local.pass_id)
+            if root is not None:
+                self._carry_out_root(local.pass_id, root, root.on(partial(_fail, error=ended)))
+            else:
+                self._end_here(local, str(ended))
+
+    def on_lost(self, peer: int, name: str, reason: str) -> None:
+        """A worker is gone: passes that need it fail, its own passes and contexts end."""
+        lost = PeerLostError(f"worker {name!r} is gone: {reason}")
+        with self._lock:
+            roots, passes = list(self._roots.items()), list(self._passes.values())
+        for pass_id, root in roots:
+            self._carry_out_root(pass_id, root, root.on(lambda state: state.on_lost(peer, lost)))
+        for local in passes:
+            if sender_of(local.pass_id) == peer:
+                self._end_here(local, f"its root, worker {name!r}, is gone")
+            elif peer in local.awaited_from.values() and not local.part.is_root:
+                # The root will know as well, but perhaps not as soon.
+                self._carry_out(local, local.on(partial(_fail_part, error=lost)))
+        for context in self._contexts.of_owner(peer):
+            self.release(context.id, told_by=peer)
+
+    def tick(self) -> None:
+        """Now and then: forgets gradients whose pass never began."""
+        before = time.monotonic() - _EARLY
+        with self._lock:
+            old = [p for p in self._passes.values() if p.part.state is State.EARLY and p.since < before]
+        for local in old:
+            logger.warning("pass %d never began here; gradients for it are dropped", local.pass_id)
+            self._end_here(local, "it never began here")
+
+    def close(self) -> None:
+        """This worker shuts down: everything ends."""
+        with self._lock:
+            self._closed = True
+            roots, passes = list(self._roots.items()), list(self._passes.values())
+        ended = NotStartedError(f"worker {self._host.name!r} was shut down during a backward pass")
+        for pass_id, root in roots:
+            self._carry_out_root(pass_id, root, root.on(partial(_fail, error=ended)))
+        for local in passes:
+            self._end_here(local, str(ended))
+        for context in self._contexts.all():
+            self._contexts.take_out(context.id)
+
+
+def _fail(state: BackwardPass, *, error: BaseException) -> list[RootInstruction]:
+    return state.on_failure(error)
+
+
+def _fail_part(part: Part, *, error: BaseException) -> list[PartInstruction]:
+    return part.on_local_end(error)
+
+
+def _text_of(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _by_worker(ids: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    found: dict[int, list[int]] = {}
+    for id in ids:
+        found.setdefault(sender_of(id), []).append(id)
+    return {worker: tuple(sorted(own)) for worker, own in found.items()}
+
+
+def _edge_of(tensor: torch.Tensor) -> tuple[Node, int]:
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def edges_of(edges: Sequence[tuple[Node, int]]) -> tuple[Any, ...]:
+    return tuple(torch.autograd.graph.GradientEdge(node, number) for node, number in edges)
+
+
+def checked_roots(
+    roots: Sequence[torch.Tensor], gradients: Sequence[Gradient] | None, *, scalar: bool
+) -> tuple[list[tuple[Node, int]], tuple[torch.Tensor, ...]]:
+    """The edges of the roots, and their gradients: ones, unless others are given.
+
+    Raises:
+        GradientError: in this order: none given, no grad required, no scalar, no gradient function, gradients that
+            don't fit.
+    """
+    if not roots:
+        raise GradientError("No tensors provided for gradient computation.")
+    if gradients is not None and len(gradients) != len(roots):
+        raise GradientError(f"{len(gradients)} gradients were given for {len(roots)} roots")
+    found = []
+    for place, root in enumerate(roots):
+        if not root.requires_grad:
+            raise GradientError(f"requires_grad not set on root (root {place})")
+        given = None if gradients is None else gradients[place]
+        if given is None and root.numel() != 1:
+            raise GradientError(
+                f"root {place} is not a scalar, all roots need to be scalar (its shape is {tuple(root.shape)}); "
+                "give its gradient in grad_tensors"
+            )
+        if given is not None and given.shape != root.shape:
+            raise GradientError(
+                f"the gradient of root {place} has shape {tuple(given.shape)}, the root has {tuple(root.shape)}"
+            )
+        found.append(torch.ones_like(root, requires_grad=False) if given is None else given)
+    edges = []
+    for place, root in enumerate(roots):
+        try:
+            edges.append(_edge_of(root))
+        except RuntimeError as error:
+            raise GradientError(f"root {place} does not have a valid gradient function.") from error
+    return edges, tuple(found)

@@ -1,0 +1,208 @@
+"""Leaf gradients: taken out of torch's engine before they reach `.grad`, and added up as AccumulateGrad would.
+
+Capture        of one engine call: prehooks on the leaves' nodes take what would go to `.grad`
+GradientTable  of one context (or of one pass): the gradient of each leaf
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import GradientError
+
+Leaf = torch.Tensor
+
+
+class GradientTable:
+    """Gradients by leaf. Not locked: whoever shares it locks."""
+
+    def __init__(self) -> None:
+        self._gradients: dict[Leaf, torch.Tensor] = {}
+        self._events: dict[Leaf, Any] = {}  # recorded on the stream where a device's gradient was made
+
+    def __len__(self) -> int:
+        return len(self._gradients)
+
+    def add(self, leaf: Leaf, gradient: torch.Tensor) -> None:
+        """Adds to what is there. The gradient is the table's from now on."""
+        self._gradients[leaf] = accumulated(self._gradients.get(leaf), gradient)
+        if not gradient.is_cpu:
+            self._record(leaf)
+
+    def _record(self, leaf: Leaf) -> None:
+        device = self._gradients[leaf].device
+        if device.type != "meta":
+            self._events[leaf] = torch.accelerator.current_stream(device).record_event()
+
+    def take_over(self, other: GradientTable) -> None:
+        """Adds all of another table, which is empty after it."""
+        other.wait_for_events()
+        for leaf, gradient in other._gradients.items():
+            self.add(leaf, gradient)
+        other.clear()
+
+    def add_to_leaves(self) -> None:
+        """Adds every gradient to its leaf's `.grad`, and empties the table."""
+        self.wait_for_events()
+        for leaf, gradient in self._gradients.items():
+            with torch.no_grad() if not gradient.requires_grad else torch.enable_grad():
+                leaf.grad = accumulated(leaf.grad, gradient)
+        self.clear()
+
+    def replace(self, leaf: Leaf, gradient: torch.Tensor) -> None:
+        self._gradients[leaf] = gradient
+        if not gradient.is_cpu:
+            self._record(leaf)
+
+    def get(self, leaf: Leaf) -> torch.Tensor | None:
+        self._wait_for(self._events.get(leaf))
+        return self._gradients.get(leaf)
+
+    def copy(self) -> dict[Leaf, torch.Tensor]:
+        """The gradients, once they are there on the caller's streams."""
+        self.wait_for_events()
+        return dict(self._gradients)
+
+    def wait_for_events(self) -> None:
+        for event in self._events.values():
+            self._wait_for(event)
+
+    def _wait_for(self, event: Any) -> None:
+        if event is not None:
+            torch.accelerator.current_stream(event.device).wait_event(event)
+
+    def clear(self) -> None:
+        self._gradients.clear()
+        self._events.clear()
+
+
+def accumulated(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+    """The sum, by AccumulateGrad's rules: into the old one where that can be, out of place for a gradient that is
+    itself to be differentiated, and the dense term first in a mixed sum."""
+    if old is None:
+        return new
+    if old.requires_grad or new.requires_grad:
+        with torch.enable_grad():
+            return old + new
+    with torch.no_grad():
+        if old.is_sparse and not new.is_sparse:
+            return new + old
+        if old.is_inference() and not torch.is_inference_mode_enabled():
+            return old + new
+        return old.add_(new)
+
+
+_HELD_BY_ENGINE = (
+    2  # uses of a gradient that a prehook sees and nobody else holds: the engine's, and Python's own
+)
+
+# Note [post-accumulate hooks]
+# They run inside of AccumulateGrad and look at the leaf's `.grad`. So for a leaf that has any, `.grad` is set aside
+# by the prehook, the gradient goes its usual way, and what is in `.grad` after the hooks is taken. Only one thread
+# at a time may do this with a leaf. Not a reentrant lock: a device's thread may take it and the pass's give it back.
+_exclusive: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_making_exclusive = threading.RLock()
+_LONGEST_HOOK = 60.0  # seconds
+
+
+def _exclusive_lock(leaf: Leaf) -> Any:
+    with _making_exclusive:
+        lock = _exclusive.get(leaf)
+        if lock is None:
+            lock = _exclusive[leaf] = threading.Lock()
+        return lock
+
+
+class Capture:
+    """Takes the gradients of leaves while one engine call runs. `is_ours` says whether it is that call which runs:
+    other threads may run backward through the same leaves."""
+
+    def __init__(self, is_ours: Callable[[], bool]) -> None:
+        self._is_ours = is_ours
+        self._lock = threading.Lock()  # device threads of the engine add at the same time
+        self._cleanup = ExitStack()
+        self.gradients = GradientTable()
+
+    def watch(self, nodes: Iterable[Any], is_ours: Callable[[], bool] | None = None) -> None:
+        """`nodes` are the leaves' AccumulateGrad nodes."""
+        ours = is_ours or self._is_ours
+        for node in nodes:
+            leaf = node.variable
+            if leaf._post_accumulate_grad_hooks:
+                self._watch_with_hooks(node, leaf, ours)
+            else:
+                handle = node.register_prehook(self._taker(leaf, ours))
+                self._cleanup.callback(handle.remove)
+
+    def _taker(self, leaf: Leaf, is_ours: Callable[[], bool]) -> Callable[[Any], Any]:
+        def take(gradients: tuple[torch.Tensor | None, ...]) -> Any:
+            if not is_ours():
+                return None
+            gradient = gradients[0]
+            if gradient is not None:
+                self._add(leaf, _own(gradient, leaf, gradient._use_count() <= _HELD_BY_ENGINE))  # type: ignore[attr-defined]
+            return (None,)
+
+        return take
+
+    def _add(self, leaf: Leaf, gradient: torch.Tensor) -> None:
+        with self._lock:
+            self.gradients.add(leaf, gradient)
+
+    def _watch_with_hooks(self, node: Any, leaf: Leaf, is_ours: Callable[[], bool]) -> None:
+        """See Note [post-accumulate hooks]."""
+        lock = _exclusive_lock(leaf)
+        aside: list[torch.Tensor | None] = []  # not empty while `lock` is held
+
+        def before(gradients: Any) -> Any:
+            if is_ours():
+                if not lock.acquire(timeout=_LONGEST_HOOK):
+                    raise GradientError(
+                        f"another pass ran the hooks of a leaf for over {_LONGEST_HOOK:.0f} s"
+                    )
+                aside.append(leaf.grad)
+                leaf.grad = None
+            return None
+
+        def after(*_: Any) -> Any:
+            if aside and is_ours():
+                gradient = leaf.grad
+                put_back()
+                if gradient is not None:
+                    self._add(leaf, gradient)
+            return None
+
+        def put_back() -> None:
+            if aside:
+                leaf.grad = aside.pop()
+                lock.release()
+
+        self._cleanup.callback(put_back)  # where a hook raised, `after` was not called
+        for handle in (node.register_prehook(before), node.register_hook(after)):
+            self._cleanup.callback(handle.remove)
+
+    def close(self) -> None:
+        """Takes no more."""
+        self._cleanup.close()
+
+
+def _own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:
+    """The gradient as the table's own: itself where nobody else holds it and it lies in memory as the leaf does,
+    else a copy."""
+    if gradient.requires_grad:
+        return gradient  # it is to be differentiated, and so never changed in place
+    gradient = gradient.detach()
+    if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
+        return gradient if is_free else gradient.clone()
+    if is_free and (
+        gradient.stride() == leaf.stride() or (leaf.is_contiguous() and gradient.is_contiguous())
+    ):
+        return gradient
+    with torch.no_grad():
+        return torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device).copy_(gradient)

@@ -1,0 +1,161 @@
+"""The log: which sent tensor depends on which others. It tells whoever calls backward() what will get a gradient.
+
+An entry says: this tensor, which was sent, depends on those, which its sender had received. A message carries
+the entries of its tensors, and with them the entries of all that is upstream, as far as this connection has
+not carried them yet. So whoever holds a received tensor holds the log of everything behind it.
+
+    sent      entries_for(connection, depends_on)  -> what the receiver may not have yet;  written() marks it
+    received  merge(connection, entries)           before anything that was read later is looked at
+    backward  closure(ids)                         -> every sent tensor that will get a gradient
+
+A tensor that depends on many others names a group: an entry with a negative id, which is no tensor itself.
+So entries stay small however long the history is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from ..messages import Entry
+
+
+class _Logged:
+    __slots__ = ("entry", "known_by")
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.known_by: set[object] = set()  # connections whose other end has it
+
+
+class MissingEntryError(Exception):
+    """The log knows nothing of a tensor: its context has ended."""
+
+    def __init__(self, id: int) -> None:
+        super().__init__(id)
+        self.id = id
+
+
+class Log:
+    """Of one worker. Entries live as long as the context that they belong to."""
+
+    def __init__(self) -> None:
+        # Guards both below. Held for a moment only, and never while anything else is called: threads that read take it.
+        self._lock = threading.RLock()
+        self._entries: dict[int, _Logged] = {}
+        self._of_context: dict[int, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._entries
+
+    def add(self, entry: Entry, known_by: object = None) -> None:
+        with self._lock:
+            self._add_locked(entry, known_by)
+
+    def merge(self, entries: Iterable[Entry], connection: object) -> None:
+        """Takes over what a peer has told; with no connection, what this worker says itself."""
+        with self._lock:
+            for entry in entries:
+                self._add_locked(entry, connection)
+
+    def _add_locked(self, entry: Entry, known_by: object) -> None:
+        logged = self._entries.get(entry.id)
+        if logged is None:
+            logged = self._entries[entry.id] = _Logged(entry)
+            self._of_context.setdefault(entry.context, []).append(entry.id)
+        if known_by is not None:
+            logged.known_by.add(known_by)
+
+    def entries_for(self, connection: object, depends_on: Iterable[int]) -> list[Entry]:
+        """What is upstream of these tensors and was not carried by this connection yet.
+
+        Whoever has an entry has all that is upstream of it, so the walk ends at the first that is known there.
+        """
+        found: list[Entry] = []
+        with self._lock:
+            waiting = list(depends_on)
+            seen = set(waiting)
+            while waiting:
+                logged = self._entries.get(waiting.pop())
+                if logged is None or connection in logged.known_by:
+                    continue
+                found.append(logged.entry)
+                for id in logged.entry.depends_on:
+                    if id not in seen:
+                        seen.add(id)
+                        waiting.append(id)
+        return found
+
+    def written(self, connection: object, entries: Iterable[Entry]) -> None:
+        """They were written to the connection: what is written there from now on need not carry them.
+
+        Not marked any earlier: another message could overtake the one that carries them. Two that are written
+        at the same time may carry the same entry, which does no harm.
+        """
+        with self._lock:
+            for entry in entries:
+                logged = self._entries.get(entry.id)
+                if logged is not None:
+                    logged.known_by.add(connection)
+
+    def closure(self, ids: Iterable[int]) -> dict[int, Entry]:
+        """All that is upstream of these tensors, them included, by id.
+
+        Raises:
+            MissingEntryError: for the first that is not known.
+        """
+        found: dict[int, Entry] = {}
+        waiting = list(ids)
+        with self._lock:
+            while waiting:
+                id = waiting.pop()
+                if id in found:
+                    continue
+                logged = self._entries.get(id)
+                if logged is None:
+                    raise MissingEntryError(id)
+                found[id] = logged.entry
+                waiting.extend(logged.entry.depends_on)
+        return found
+
+    def release(self, context: int) -> None:
+        with self._lock:
+            for id in self._of_context.pop(context, ()):
+                del self._entries[id]
+
+
+def useful(entries: dict[int, Entry], is_source: Callable[[int], bool]) -> set[int]:
+    """Which of a closure lead to a source: those are where gradients have to go to reach it."""
+    found: dict[int, bool] = {}
+    for start in entries:
+        stack = [start]
+        while stack:
+            id = stack[-1]
+            if id in found:
+                stack.pop()
+                continue
+            missing = [d for d in entries[id].depends_on if d not in found]
+            if missing:
+                stack.extend(missing)
+                continue
+            found[id] = (id > 0 and is_source(id)) or any(found[d] for d in entries[id].depends_on)
+            stack.pop()
+    return {id for id, leads in found.items() if leads}
+
+
+def flatten_groups(depends_on: Iterable[int], entries: dict[int, Entry]) -> set[int]:
+    """The tensors themselves, where groups stand for several."""
+    found: set[int] = set()
+    waiting = list(depends_on)
+    seen: set[int] = set()
+    while waiting:
+        id = waiting.pop()
+        if id > 0:
+            found.add(id)
+        elif id not in seen and id in entries:
+            seen.add(id)
+            waiting.extend(entries[id].depends_on)
+    return found

@@ -1,0 +1,176 @@
+"""The nodes that telegrad puts into torch's graph.
+
+    Send    its input is a tensor of a message, its output a token: its backward returns the gradient that
+            arrived for it. One for each tensor: what leads to one that was not used must not run
+    Recv    its outputs are the tensors of a received message: its backward sends their gradients away
+    Wait    in front of the Sends of a message whose gradients have not arrived yet: its backward waits for them
+    Beacon  stands by itself and runs first: it tells which pass an engine call belongs to
+
+The nodes hold numbers only, never the pass or the context. torch holds them where the garbage collector
+cannot look, so a cycle through them would live for ever. Which pass a backward belongs to is asked of the
+engine: see `running`.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+from ..errors import GradientError
+
+# Higher than any other but AccumulateGrad's: of all nodes that are ready the engine takes the highest first.
+_FIRST = 2**62
+
+
+class Running(Protocol):
+    """A pass on this worker, while torch's engine runs it."""
+
+    pass_id: int
+
+    @property
+    def context_id(self) -> int: ...
+    def wait_for(self, message: int) -> None: ...
+    def take(self, sent: int) -> torch.Tensor | None: ...
+    def post(self, message: int, gradients: tuple[torch.Tensor | None, ...]) -> None: ...
+
+
+# By torch's own number of the engine call. The numbers are the process's, and so is this; its single operations
+# are atomic. An entry is there only while its engine call runs.
+_running: dict[int, Running] = {}
+
+
+class _Thread(threading.local):
+    starting: Running | None = None  # what the next engine call of this thread belongs to
+
+
+_thread = _Thread()
+
+
+def running() -> Running | None:
+    """The pass that this code runs in, as part of torch's engine call for it; None elsewhere."""
+    task = torch._C._current_graph_task_id()
+    return None if task < 0 else _running.get(task)
+
+
+def starting(pass_: Running | None) -> None:
+    """Says what this thread's next engine call belongs to. It must start from the Beacon, too."""
+    _thread.starting = pass_
+
+
+def forget(pass_: Running) -> None:
+    """The engine call is over."""
+    for task, found in list(_running.items()):
+        if found is pass_:
+            _running.pop(task, None)
+
+
+class Beacon(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        pass_, _thread.starting = _thread.starting, None
+        if pass_ is not None:
+            _running[torch._C._current_graph_task_id()] = pass_
+        return None
+
+
+def make_beacon() -> torch.Tensor:
+    """Its token. It can be used any number of times, by any thread."""
+    with torch.enable_grad(), torch.inference_mode(False):
+        token = Beacon.apply(torch.empty(0, requires_grad=True))
+    token.grad_fn._set_sequence_nr(_FIRST)
+    return token  # type: ignore[no-any-return]
+
+
+class Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, id: int, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.id = id
+        ctx.set_materialize_grads(False)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        pass_ = running()
+        if pass_ is None:
+            raise GradientError(f"the Send of tensor {ctx.id} was run outside of a backward pass")
+        return None, pass_.take(ctx.id)
+
+
+class Recv(torch.autograd.Function):
+    # Note [the anchor of a Recv]
+    # Its outputs require grad only if an input does, so there is one: a leaf of its own. With it torch can also be
+    # told to run this Recv and not that one (autograd.grad(inputs=[anchor, ...])). The tensors themselves are no
+    # inputs but come in a list: an input that is returned as it is would be a view, and refuse in-place changes.
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        message: int,
+        ids: tuple[int, ...],
+        context: int,
+        tensors: list[torch.Tensor],
+    ) -> Any:
+        ctx.message = message
+        ctx.ids = ids
+        ctx.context = context
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        pass_ = running()
+        if pass_ is None:
+            raise GradientError(
+                f"a backward pass reached tensors received from another worker (message {ctx.message}, context "
+                f"{ctx.context}) and cannot go on there. Use telegrad.autograd.backward(context_id, [loss]) instead of "
+                "loss.backward(), or detach() what was received"
+            )
+        pass_.post(ctx.message, gradients)
+        return None, None, None, None, None
+
+
+class Wait(torch.autograd.Function):
+    # Note [why a Wait has sequence number 0]
+    # Of the nodes that are ready the engine takes the one with the highest number first. So a Wait, with the lowest,
+    # blocks only when there is nothing else to do. No other node of the pass may have 0: the walk sees to it.
+    @staticmethod
+    def forward(ctx: Any, message: int, *tokens: torch.Tensor) -> torch.Tensor:
+        ctx.message = message
+        ctx.count = len(tokens)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        pass_ = running()
+        if pass_ is None:
+            raise GradientError(f"the Wait for message {ctx.message} was run outside of a backward pass")
+        pass_.wait_for(ctx.message)
+        return None, *(gradient for _ in range(ctx.count))
+
+
+def chain_waits(tokens: list[tuple[int, list[torch.Tensor]]]) -> torch.Tensor:
+    """Waits over the tokens of messages, given in the order of their sending; the last Wait's token. The engine
+    comes to the last one first."""
+    last: list[torch.Tensor] = []
+    for message, own in tokens:
+        last = [Wait.apply(message, *own, *last)]
+        last[0].grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
+    return last[0]
+
+
+def _type_of_leaf_nodes() -> type:
+    with torch.enable_grad():
+        token = Send.apply(0, torch.empty(0, requires_grad=True))
+        return type(token.grad_fn.next_functions[0][0])
+
+
+AccumulateGrad = _type_of_leaf_nodes()
+RecvNode: type = Recv._backward_cls
+CheckpointNode: type = CheckpointFunction._backward_cls
