@@ -1,10 +1,11 @@
 """telegrad: autograd that crosses machines.
 
-A program calls functions on other workers as if they were local. `telegrad.rpc` has torch.distributed.rpc's
-names; `telegrad.LocalCluster` starts workers on this machine.
+A program calls functions on other workers as if they were local, and gradients find their way back. `telegrad.rpc`
+and `telegrad.autograd` have the names of torch.distributed.rpc and torch.distributed.autograd;
+`telegrad.LocalCluster` starts workers on this machine.
 """
 
-from . import errors, rpc
+from . import autograd, errors, rpc
 from .cluster import LocalCluster
 from .config import Options
 from .forkserver import ForkServer
@@ -13,4 +14,14 @@ from .worker import Statistics, Worker
 
 __version__ = "0.1.0"
 
-__all__ = ["ForkServer", "LocalCluster", "Options", "Statistics", "Worker", "WorkerInfo", "errors", "rpc"]
+__all__ = [
+    "ForkServer",
+    "LocalCluster",
+    "Options",
+    "Statistics",
+    "Worker",
+    "WorkerInfo",
+    "autograd",
+    "errors",
+    "rpc",
+]

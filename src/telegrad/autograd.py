@@ -11,6 +11,7 @@ The functions act on the current worker: inside a call the one that serves it, e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
@@ -18,9 +19,12 @@ import torch
 from . import current
 from .current import current_worker
 from .errors import GradientError
+from .gradients.contexts import Context
+from .messages import COUNTER_BITS
 from .pending import effective_timeout
 
 __all__ = [
+    "DistAutogradContext",
     "backward",
     "context",
     "debug_info",
@@ -165,7 +169,97 @@ def debug_info() -> dict[str, int]:
     return current_worker().engine.statistics()
 
 
+# -- torch's private names, which programs and tests reach for ---------------------------------------------
+
+
+class SendFunction:
+    """The Sends of one message, as the one node that torch's is."""
+
+    def __init__(self, nodes: Sequence[Any]) -> None:
+        self._nodes = nodes
+
+    @property
+    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        """The edges to the tensors that were sent."""
+        return tuple(edge for node in self._nodes for edge in node.next_functions)
+
+    def name(self) -> str:
+        return "torch::distributed::autograd::SendRpcBackward"
+
+
+class DistAutogradContext:
+    """A look at what this worker keeps for a context."""
+
+    def __init__(self, found: Context) -> None:
+        self._found = found
+
+    def _context_id(self) -> int:
+        return self._found.id
+
+    def _send_functions(self) -> dict[int, SendFunction]:
+        """By message."""
+        nodes: dict[int, list[Any]] = {}
+        for sent in list(self._found.sends.values()):
+            nodes.setdefault(sent.message, []).append(sent.token.grad_fn)
+        return {message: SendFunction(of_message) for message, of_message in nodes.items()}
+
+    def _recv_functions(self) -> dict[int, Any]:
+        """By message."""
+        return {node.message: node for node in list(self._found.received.values())}
+
+    def _known_worker_ids(self) -> set[int]:
+        return set(self._found.known_workers)
+
+
+def _new_context() -> DistAutogradContext:
+    worker = current_worker()
+    found = worker.contexts.get(worker.new_context())
+    _entered.set((*_entered.get(), current.context_id.set(found.id)))
+    return DistAutogradContext(found)
+
+
+def _release_context(context_id: int) -> None:
+    worker = current_worker()
+    worker.contexts.get(context_id)
+    if current.context_id.get() == context_id and _entered.get():
+        *before, token = _entered.get()
+        current.context_id.reset(token)
+        _entered.set(tuple(before))
+    worker.release_context(context_id)
+
+
+_entered: ContextVar[tuple[Token[int], ...]] = ContextVar("telegrad_entered", default=())
+
+
+def _retrieve_context(context_id: int) -> DistAutogradContext:
+    return DistAutogradContext(current_worker().contexts.get(context_id))
+
+
+def _current_context() -> DistAutogradContext:
+    found = current_worker().attach.current()
+    if found is None:
+        raise GradientError(
+            "Current thread doesn't have a valid autograd context. Please wrap your code using: "
+            "`with dist_autograd.context() as context_id` to generate a valid context"
+        )
+    return DistAutogradContext(found)
+
+
+def _is_valid_context(context_id: int) -> bool:
+    return current_worker().contexts.find(context_id) is not None
+
+
+def _get_max_id() -> int:
+    """The highest id that a context of this worker can have."""
+    return (current_worker().id + 1 << COUNTER_BITS) - 1
+
+
+def _init(worker_id: int) -> None:
+    """Nothing is to be done: a worker comes with its contexts."""
+
+
 def _get_debug_info() -> dict[str, int]:
+    """With exactly torch's keys."""
     counts = debug_info()
     return {"num_current_backward_passes": counts["passes"], "num_autograd_contexts": counts["contexts"]}
 

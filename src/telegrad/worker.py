@@ -95,16 +95,16 @@ class Worker:
         self._roster = Roster(self._poller)
         self._codec = Codec(member.id, hello.main)
         self._pending = PendingCalls(member.name, self._on_expired)
-        self._contexts = Contexts(member.id, self.new_message_id)
-        self._attach = Attach(member.id, self._contexts, self.new_message_id)
-        self.engine = Engine(self, self._contexts, self._attach)
+        self.contexts = Contexts(member.id, self.new_message_id)
+        self.attach = Attach(member.id, self.contexts, self.new_message_id)
+        self.engine = Engine(self, self.contexts, self.attach)
         self._dispatch = Dispatch(
-            self._codec, self._pending, self.send, self._threads.submit, self.new_message_id, self._attach
+            self._codec, self._pending, self.send, self._threads.submit, self.new_message_id, self.attach
         )
         self._reader = Reader(
             member.name, self._codec, self._pending, self._threads, self._roster,
             receive=self.receive, on_expired=self._on_expired, on_lost=self._on_lost,
-            merge=self._attach.merge, on_control=self.engine.on_message,
+            merge=self.attach.merge, on_control=self.engine.on_message,
         )  # fmt: skip
         transports: list[Transport] = []
         if hub is not None:
@@ -188,7 +188,7 @@ class Worker:
             packed = self._codec.pack(envelope, body, connection.peer, track=context is not None)
             if context is not None:
                 to = connection.peer.id
-                envelope = self._attach.outgoing(context, envelope, packed.tracked, connection, to)
+                envelope = self.attach.outgoing(context, envelope, packed.tracked, connection, to)
             frames = self._codec.seal(envelope, packed)
             if call is None:
                 nbytes = connection.write(frames, timeout)
@@ -197,12 +197,12 @@ class Worker:
                 nbytes = connection.write(frames, timeout, call.stop_reading)
         except BaseException as error:
             if context is not None:
-                self._attach.not_written(envelope)
+                self.attach.not_written(envelope)
             if self.events.subscribers:
                 self._emit("send", "failed", envelope, connection, detail=repr(error))
             raise
         if context is not None:
-            self._attach.written(envelope, connection)
+            self.attach.written(envelope, connection)
         if self.events.subscribers:
             self._emit("send", "complete", envelope, connection, nbytes)
 
@@ -288,7 +288,7 @@ class Worker:
         return self._codec.decode_exception(failure, worker)
 
     def decode(self, envelope: Envelope, frames: Frames) -> Any:
-        return self._codec.decode(envelope, frames, self._attach.incoming(envelope))
+        return self._codec.decode(envelope, frames, self.attach.incoming(envelope))
 
     def open_control(self, envelope: Envelope, frames: Frames) -> Any:
         return self._codec.open_control(envelope, frames)
@@ -365,7 +365,7 @@ class Worker:
         self._pending.add(call)
         try:
             body = Call(function, tuple(args), kwargs or None)
-            self.send(connection, envelope, body, limit, call, self._attach.current())
+            self.send(connection, envelope, body, limit, call, self.attach.current())
         except BaseException as error:
             call.stop_reading()
             if self._pending.take(call.id) is not None:
@@ -431,7 +431,7 @@ class Worker:
     def new_context(self) -> int:
         """Makes an autograd context, and gives its id."""
         self._check_open()
-        return self._contexts.new().id
+        return self.contexts.new().id
 
     def release_context(self, context_id: int, *, wait: bool = False) -> None:
         """Ends a context here and on every worker that took part in it; with `wait`, not before all know it."""
@@ -479,7 +479,7 @@ class Worker:
             self._dispatch.unanswered,
             self._dispatch.late_answers,
             self._threads.count,
-            len(self._contexts),
+            len(self.contexts),
             self.engine.busy,
             self._peers.bytes_in_flight(),
             connections,

@@ -70,7 +70,6 @@ class Contexts:
         self._lock = threading.RLock()  # guards all below; held for a moment only
         self._live: dict[int, Context] = {}
         self._released: OrderedDict[int, None] = OrderedDict()  # tombstones, the oldest first
-        self.max_id = 0  # of those made here
 
     def __len__(self) -> int:
         return len(self._live)
@@ -79,7 +78,6 @@ class Contexts:
         id = self._new_id()
         with self._lock:
             context = self._live[id] = Context(id)
-            self.max_id = max(self.max_id, id)
         return context
 
     def find(self, id: int) -> Context | None:
