@@ -21,6 +21,7 @@ LAYERS = """
     forkserver
     rpc autograd
     worker functions
+    mail
     dispatch peers reading shutdown rref gradients.engine
     duty threads
     futures

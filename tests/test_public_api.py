@@ -10,7 +10,7 @@ import pytest
 import torch.distributed.rpc as torch_rpc
 
 import telegrad
-from telegrad import rpc
+from telegrad import autograd, rpc
 
 PUBLIC = {
     "ForkServer",
@@ -19,8 +19,19 @@ PUBLIC = {
     "Statistics",
     "Worker",
     "WorkerInfo",
+    "autograd",
     "errors",
     "rpc",
+}
+PUBLIC_IN_AUTOGRAD = {
+    "DistAutogradContext",
+    "backward",
+    "context",
+    "debug_info",
+    "get_gradients",
+    "grad",
+    "is_available",
+    "update_gradient",
 }
 PUBLIC_IN_RPC = {
     "Future",
@@ -41,7 +52,9 @@ SAYS_IT_ALL = {"Worker.new_message_id"}  # a method whose name needs no docstrin
 OTHER_DEFAULTS = {("shutdown", "timeout")}  # torch waits for ever; telegrad for Options.shutdown_timeout
 
 
-@pytest.mark.parametrize(("module", "names"), [(telegrad, PUBLIC), (rpc, PUBLIC_IN_RPC)])
+@pytest.mark.parametrize(
+    ("module", "names"), [(telegrad, PUBLIC), (rpc, PUBLIC_IN_RPC), (autograd, PUBLIC_IN_AUTOGRAD)]
+)
 def test_public_names(module: ModuleType, names: set[str]) -> None:
     assert sorted(module.__all__) == sorted(names)
     assert all(hasattr(module, name) for name in names)

@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import os
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,8 @@ from .futures import Future
 from .gradients.attach import Attach
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
-from .messages import COUNTER_BITS, Call, Envelope, Failure, Hello, Kind, Member, WorkerInfo
+from .mail import Mail
+from .messages import COUNTER_BITS, Call, Envelope, Hello, Kind, Member, WorkerInfo
 from .modes import current_modes
 from .peers import Peers
 from .pending import OVERHEAD_BYTES, PendingCall, PendingCalls, effective_timeout
@@ -48,12 +48,11 @@ from .reading import Incoming, Reader
 from .rendezvous import Group, this_host
 from .shutdown import Retirement
 from .threads import Threads
-from .transport.base import Connection, ConnectionStatistics, Frames, Transport
+from .transport.base import Connection, ConnectionStatistics, Transport
 from .transport.inproc import Hub, InprocTransport, loopback
 from .transport.poller import Poller
 from .transport.tcp import TcpTransport
 from .transport.unix import UnixTransport
-from .waiter import Waiter
 
 
 @dataclass(frozen=True)
@@ -97,13 +96,13 @@ class Worker:
         self._pending = PendingCalls(member.name, self._on_expired)
         self.contexts = Contexts(member.id, self.new_message_id)
         self.attach = Attach(member.id, self.contexts, self.new_message_id)
-        self.engine = Engine(self, self.contexts, self.attach)
+        self.engine = Engine(member, self.contexts)
         self._dispatch = Dispatch(
             self._codec, self._pending, self.send, self._threads.submit, self.new_message_id, self.attach
         )
         self._reader = Reader(
             member.name, self._codec, self._pending, self._threads, self._roster,
-            receive=self.receive, on_expired=self._on_expired, on_lost=self._on_lost,
+            receive=self.receive, on_expired=self._on_expired, on_lost=self.on_lost,
             merge=self.attach.merge, on_control=self.engine.on_message,
         )  # fmt: skip
         transports: list[Transport] = []
@@ -114,6 +113,7 @@ class Worker:
         if "tcp" in options.transports and hub is None:
             transports.append(TcpTransport(self._poller, options))
         self._peers = Peers(hello, member.host, group, transports, options, self._reader.adopt)
+        self.engine.host = Mail(self, self._codec, self._peers, self._reader, self._threads)
         self._self_ends = loopback(hello, self._threads.submit, options)
         self._peers.know_self(member, self._self_ends[0])
 
@@ -236,62 +236,13 @@ class Worker:
             detail = f"of message {envelope.reply_to}"
         self.events.emit(Event(stage, phase, kind, envelope.id, connection.peer.name, nbytes, detail))
 
-    def _on_lost(self, connection: Connection, reason: str) -> None:
+    def on_lost(self, connection: Connection, reason: str) -> None:
+        """A connection has ended: whatever waits for its peer fails."""
         if self._peers.drop(connection):
             for call in self._pending.take_all(connection):
                 gone = f"worker {call.peer!r} is gone, with the call of {call.function} unanswered: {reason}"
                 self._dispatch.fail(call, partial(PeerLostError, gone))
             self.engine.on_lost(connection.peer.id, connection.peer.name, reason)
-
-    # -- for the engine (gradients.engine.Host) --------------------------------------------------------
-
-    def post(
-        self, to: int, envelope: Envelope, body: Body, timeout: float | None, context: Context | None
-    ) -> None:
-        """Sends a message that nobody answers.
-
-        Raises:
-            PeerLostError: the worker is gone.
-        """
-        try:
-            _, connection = self._peers.reach(to, timeout)
-        except UnknownWorkerError as error:
-            raise PeerLostError(f"worker {self.name_of(to)!r} is gone: it has left the group") from error
-        try:
-            self.send(connection, envelope, body, timeout, None, context)
-        except TransportError as error:
-            self._on_lost(connection, str(error))
-            raise PeerLostError(f"worker {connection.peer.name!r} is gone: {error}") from error
-
-    def wait(self, waiter: Waiter, peer: int, deadline: float | None) -> None:
-        """Waits until `waiter` is done, or for the deadline. It most likely comes from `peer`."""
-        if current.thread.relieve is not None:
-            current.thread.relieve()
-        self._reader.wait_until(waiter, self._peers.connection_with(peer), deadline)
-
-    def submit(self, task: Callable[[], None]) -> None:
-        self._threads.submit(task)
-
-    def name_of(self, worker_id: int) -> str:
-        return self._peers.name_of(worker_id)
-
-    def encode_error(self, error: BaseException, to: int) -> Failure:
-        connection = self._peers.connection_with(to)
-        text = "".join(traceback.format_exception(error))
-        failure = self._codec.encode_exception(
-            error, text, connection.peer if connection else Hello("", to, "")
-        )
-        error.__traceback__ = None  # whoever keeps the exception must not keep the frames, and what they hold
-        return failure
-
-    def decode_error(self, failure: Failure, worker: str) -> BaseException:
-        return self._codec.decode_exception(failure, worker)
-
-    def decode(self, envelope: Envelope, frames: Frames) -> Any:
-        return self._codec.decode(envelope, frames, self.attach.incoming(envelope))
-
-    def open_control(self, envelope: Envelope, frames: Frames) -> Any:
-        return self._codec.open_control(envelope, frames)
 
     # -- calls -----------------------------------------------------------------------------------------
 
@@ -404,7 +355,7 @@ class Worker:
                 f"{what} of the call of {call.function} on worker {call.peer!r} cannot be sent: {error}"
             )
         if isinstance(error, TransportError):
-            self._on_lost(call.connection, str(error))
+            self.on_lost(call.connection, str(error))
             return PeerLostError(
                 f"worker {call.peer!r} is gone, the call of {call.function} was not sent: {error}"
             )

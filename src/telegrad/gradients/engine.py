@@ -43,12 +43,12 @@ from ..messages import (
     Failure,
     Gradients,
     Kind,
+    Member,
     Release,
     sender_of,
 )
 from ..modes import applied, current_modes
 from ..waiter import Waiter
-from .attach import Attach
 from .backward_pass import (
     Abort,
     BackwardPass,
@@ -80,9 +80,6 @@ _GRACE = 5.0  # seconds that a participant waits longer than its root
 
 class Host(Protocol):
     """What the engine needs of its worker."""
-
-    name: str
-    id: int
 
     def post(
         self, to: int, envelope: Envelope, body: Any, timeout: float | None, context: Context | None
@@ -130,11 +127,14 @@ class _Root:
 
 
 class Engine:
-    def __init__(self, host: Host, contexts: Contexts, attach: Attach) -> None:
-        self._host = host
-        self._id = host.id
+    """Of one worker. `host` is set before the first message comes."""
+
+    host: Host
+
+    def __init__(self, member: Member, contexts: Contexts) -> None:
+        self._name = member.name
+        self._id = member.id
         self._contexts = contexts
-        self._attach = attach
         self._lock = threading.RLock()  # guards all below; held for a moment only
         self._passes: dict[int, LocalPass] = {}  # this worker's part, by pass
         self._roots: dict[int, _Root] = {}  # passes that were begun here
@@ -249,7 +249,7 @@ class Engine:
         except MissingEntryError as missing:
             node = find_received(edges, missing.id)
             of = f"context {node.context}" if node is not None else "the context of a tensor"
-            sender = self._host.name_of(sender_of(abs(missing.id)))
+            sender = self.host.name_of(sender_of(abs(missing.id)))
             raise UnknownContextError(
                 f"the roots depend on tensors received from worker {sender!r} in {of}, which has ended. Run backward() "
                 "before it ends, or detach() what is kept from it"
@@ -324,7 +324,7 @@ class Engine:
         create_graph: bool,
         into_grad: bool,
     ) -> LocalPass:
-        pass_id = self._host.new_message_id()
+        pass_id = self.host.new_message_id()
         serving = current.serving.get()
         deadline = None if timeout is None else time.monotonic() + timeout
 
@@ -349,7 +349,7 @@ class Engine:
         local.deadline, local.depth = deadline, serving.depth + 1 if serving else 1
         with self._lock:
             if self._closed:
-                raise NotStartedError(f"worker {self._host.name!r} has shut down")
+                raise NotStartedError(f"worker {self._name!r} has shut down")
             self._roots[pass_id], self._passes[pass_id] = root, local
         others = [worker for worker in plan.sends if worker != self._id]
         try:
@@ -358,7 +358,7 @@ class Engine:
             first = local.on(lambda part: part.on_begin(self._messages_of(local)))
             if torch._C._current_graph_task_id() >= 0:
                 # Never inside of another engine call: its thread would work off nodes of this one.
-                self._host.submit(partial(self._carry_out, local, first))
+                self.host.submit(partial(self._carry_out, local, first))
             else:
                 local.on_own_thread = True
                 self._carry_out(local, first)
@@ -378,15 +378,15 @@ class Engine:
         return local
 
     def _begin_at(self, worker: int, root: _Root, begin: Begin, depth: int) -> None:
-        envelope = Envelope(Kind.BEGIN, self._host.new_message_id(), 0, begin.timeout, depth)
+        envelope = Envelope(Kind.BEGIN, self.host.new_message_id(), 0, begin.timeout, depth)
         try:
-            self._host.post(worker, envelope, begin, begin.timeout, None)
+            self.host.post(worker, envelope, begin, begin.timeout, None)
         except PeerLostError as lost:
             error = lost
             self._carry_out_root(begin.pass_id, root, root.on(lambda state: state.on_lost(worker, error)))
 
     def _late(self, root: _Root, timeout: float | None) -> CallTimeoutError:
-        missing = sorted(self._host.name_of(worker) for worker in root.state.missing)
+        missing = sorted(self.host.name_of(worker) for worker in root.state.missing)
         return CallTimeoutError(
             f"the backward pass ran for more than set timeout ({int((timeout or 0) * 1000)} ms); "
             f"workers {missing} are not done"
@@ -404,7 +404,7 @@ class Engine:
         assert error is not None
         if not isinstance(error, Exception):
             raise error
-        name = self._host.name_of(worker)
+        name = self.host.name_of(worker)
         text = f"Error on Node {worker}: {_text_of(error)} (worker {name!r}, in a backward pass)"
         raise BackwardError(text, name, worker) from error
 
@@ -424,13 +424,13 @@ class Engine:
                     root.error, root.worker = error, worker
                     root.waiter.set_done()
                 case Late(what):
-                    logger.info("worker %r: %s came after the end of pass %d", self._host.name, what, pass_id)
+                    logger.info("worker %r: %s came after the end of pass %d", self._name, what, pass_id)
 
     def _tell_end(self, pass_id: int, workers: Iterable[int], aborted: str) -> None:
         for worker in workers:
             try:
-                self._host.post(
-                    worker, Envelope(Kind.END, self._host.new_message_id()), End(pass_id, aborted), 1.0, None
+                self.host.post(
+                    worker, Envelope(Kind.END, self.host.new_message_id()), End(pass_id, aborted), 1.0, None
                 )
             except TelegradError as error:
                 logger.debug("worker %d was not told of the end of pass %d: %s", worker, pass_id, error)
@@ -441,7 +441,7 @@ class Engine:
         """A message of a pass has come. Called while reading: what takes longer is returned."""
         if envelope.kind == Kind.GRADIENTS:
             return self._on_gradients(envelope, frames)
-        match self._host.open_control(envelope, frames):
+        match self.host.open_control(envelope, frames):
             case Begin() as begin:
                 return self._on_begin(begin, envelope.depth)
             case Done(pass_id, failure, lost):
@@ -469,7 +469,7 @@ class Engine:
             logger.info("the begin of pass %d came after the end of it or its context", begin.pass_id)
             return None
         local.context, local.begin, local.depth = context, begin, depth
-        local.root_name = self._host.name_of(sender_of(begin.pass_id))
+        local.root_name = self.host.name_of(sender_of(begin.pass_id))
         if begin.timeout is not None:
             local.deadline = time.monotonic() + begin.timeout + _GRACE
         try:
@@ -506,7 +506,7 @@ class Engine:
             root.waiter.set_done()
 
     def _on_failed(self, peer: int, pass_id: int, root: _Root, failure: Failure) -> None:
-        error = self._host.decode_error(failure, self._host.name_of(peer))  # which may run users' code
+        error = self.host.decode_error(failure, self.host.name_of(peer))  # which may run users' code
         self._carry_out_root(pass_id, root, root.on(lambda state: state.on_report(peer, error)))
 
     def _on_end(self, pass_id: int, aborted: str) -> Task | None:
@@ -553,9 +553,7 @@ class Engine:
             case Discard():
                 self._forget(local)
             case Late(what):
-                logger.info(
-                    "worker %r: %s came after the end of pass %d", self._host.name, what, local.pass_id
-                )
+                logger.info("worker %r: %s came after the end of pass %d", self._name, what, local.pass_id)
 
     def _run_part(self, local: LocalPass) -> None:
         error: BaseException | None = None
@@ -583,10 +581,10 @@ class Engine:
                     local.pass_id, root, root.on(lambda state: state.on_report(root_id, error))
                 )
             return
-        failure = None if error is None else self._host.encode_error(error, root_id)
-        envelope = Envelope(Kind.DONE, self._host.new_message_id())
+        failure = None if error is None else self.host.encode_error(error, root_id)
+        envelope = Envelope(Kind.DONE, self.host.new_message_id())
         try:
-            self._host.post(root_id, envelope, Done(local.pass_id, failure), None, None)
+            self.host.post(root_id, envelope, Done(local.pass_id, failure), None, None)
         except TelegradError as lost:
             logger.info("the root of pass %d is gone: %s", local.pass_id, lost)
             self._end_here(local, "its root is gone")
@@ -625,10 +623,10 @@ class Engine:
 
     def _wait(self, waiter: Waiter, peer: int, deadline: float | None) -> None:
         if not waiter.done:
-            self._host.wait(waiter, peer, deadline)
+            self.host.wait(waiter, peer, deadline)
 
     def _decode(self, envelope: Envelope, frames: Any) -> tuple[Gradient, ...]:
-        return self._host.decode(envelope, frames).gradients  # type: ignore[no-any-return]
+        return self.host.decode(envelope, frames).gradients  # type: ignore[no-any-return]
 
     def _post_gradients(self, local: LocalPass, message: int, gradients: tuple[Gradient, ...]) -> None:
         """Never blocks for long: what is large is written by another thread."""
@@ -636,13 +634,13 @@ class Engine:
         assert context is not None
         assert begin is not None
         autograd = Autograd(context.id, during=local.pass_id)
-        envelope = Envelope(Kind.GRADIENTS, self._host.new_message_id(), message, autograd=autograd)
+        envelope = Envelope(Kind.GRADIENTS, self.host.new_message_id(), message, autograd=autograd)
         tracked = context if begin.create_graph else None
-        post = partial(self._host.post, sender_of(message), envelope, Gradients(gradients), None, tracked)
+        post = partial(self.host.post, sender_of(message), envelope, Gradients(gradients), None, tracked)
         if sum(g.nbytes for g in gradients if g is not None) < SHARED_MEMORY_FROM:
             post()
         else:
-            self._host.submit(partial(self._post_later, local, post))
+            self.host.submit(partial(self._post_later, local, post))
 
     def _post_later(self, local: LocalPass, post: Task) -> None:
         try:
@@ -666,9 +664,9 @@ class Engine:
         others = context.known_workers - {told_by, self._id, context.owner}
         for worker in others if tell else ():
             try:
-                self._host.post(
+                self.host.post(
                     worker,
-                    Envelope(Kind.RELEASE, self._host.new_message_id()),
+                    Envelope(Kind.RELEASE, self.host.new_message_id()),
                     Release(context_id),
                     1.0,
                     None,
@@ -720,7 +718,7 @@ class Engine:
         with self._lock:
             self._closed = True
             roots, passes = list(self._roots.items()), list(self._passes.values())
-        ended = NotStartedError(f"worker {self._host.name!r} was shut down during a backward pass")
+        ended = NotStartedError(f"worker {self._name!r} was shut down during a backward pass")
         for pass_id, root in roots:
             self._carry_out_root(pass_id, root, root.on(partial(_fail, error=ended)))
         for local in passes:

@@ -1,0 +1,98 @@
+"""Mail: what the engine of gradients needs of its worker (gradients.engine.Host): messages out and in, and waiting."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from . import current
+from .codec import Body, Codec, Control
+from .errors import PeerLostError, TransportError, UnknownWorkerError
+from .gradients.attach import Attach
+from .gradients.contexts import Context
+from .messages import Envelope, Failure, Hello
+from .peers import Peers
+from .pending import PendingCall
+from .reading import Reader
+from .threads import Threads
+from .transport.base import Connection, Frames
+from .waiter import Waiter
+
+
+class Sender(Protocol):
+    """The worker, as far as it is needed here."""
+
+    attach: Attach
+
+    def send(
+        self,
+        connection: Connection,
+        envelope: Envelope,
+        body: Body,
+        timeout: float | None,
+        call: PendingCall | None = None,
+        context: Context | None = None,
+    ) -> None: ...
+
+    def on_lost(self, connection: Connection, reason: str) -> None: ...
+    def new_message_id(self) -> int: ...
+
+
+class Mail:
+    def __init__(self, worker: Sender, codec: Codec, peers: Peers, reader: Reader, threads: Threads) -> None:
+        self._worker = worker
+        self._codec = codec
+        self._peers = peers
+        self._reader = reader
+        self._threads = threads
+
+    def post(
+        self, to: int, envelope: Envelope, body: Any, timeout: float | None, context: Context | None
+    ) -> None:
+        """Sends a message that nobody answers.
+
+        Raises:
+            PeerLostError: the worker is gone.
+        """
+        try:
+            _, connection = self._peers.reach(to, timeout)
+        except UnknownWorkerError as error:
+            raise PeerLostError(f"worker {self.name_of(to)!r} is gone: it has left the group") from error
+        try:
+            self._worker.send(connection, envelope, body, timeout, None, context)
+        except TransportError as error:
+            self._worker.on_lost(connection, str(error))
+            raise PeerLostError(f"worker {connection.peer.name!r} is gone: {error}") from error
+
+    def wait(self, waiter: Waiter, peer: int, deadline: float | None) -> None:
+        """Waits until `waiter` is done, or for the deadline. It most likely comes from `peer`."""
+        if current.thread.relieve is not None:
+            current.thread.relieve()
+        self._reader.wait_until(waiter, self._peers.connection_with(peer), deadline)
+
+    def submit(self, task: Callable[[], None]) -> None:
+        self._threads.submit(task)
+
+    def new_message_id(self) -> int:
+        return self._worker.new_message_id()
+
+    def name_of(self, worker_id: int) -> str:
+        return self._peers.name_of(worker_id)
+
+    def encode_error(self, error: BaseException, to: int) -> Failure:
+        connection = self._peers.connection_with(to)
+        text = "".join(traceback.format_exception(error))
+        peer = Hello("", to, "") if connection is None else connection.peer
+        failure = self._codec.encode_exception(error, text, peer)
+        error.__traceback__ = None  # whoever keeps the exception must not keep the frames, and what they hold
+        return failure
+
+    def decode_error(self, failure: Failure, worker: str) -> BaseException:
+        return self._codec.decode_exception(failure, worker)
+
+    def decode(self, envelope: Envelope, frames: Frames) -> Any:
+        return self._codec.decode(envelope, frames, self._worker.attach.incoming(envelope))
+
+    def open_control(self, envelope: Envelope, frames: Frames) -> Control:
+        return self._codec.open_control(envelope, frames)
