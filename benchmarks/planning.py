@@ -38,11 +38,14 @@ class Planner:
         self._groups = 0
 
     def at_send(self, tensor: Tensor) -> None:
-        self._graph.walk([tensor.grad_fn], self._known, self._new_group)
+        self._walk([tensor])
 
     def at_backward(self, tensors: Sequence[Tensor]) -> None:
-        reach = self._graph.walk([tensor.grad_fn for tensor in tensors], self._known, self._new_group)
-        self._graph.members([reach.leaves])
+        self._graph.members([self._walk(tensors).leaves])
+
+    def _walk(self, tensors: Sequence[Tensor]) -> Any:
+        edges = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors]
+        return self._graph.walk(edges, self._known, self._new_group)
 
     def _new_group(self, members: frozenset[int]) -> int:
         self._groups -= 1
