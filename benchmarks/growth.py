@@ -120,7 +120,7 @@ def _skips(name: str, title: str, time: Time) -> Growth:
         name=name,
         title=title,
         measure=partial(time_calls, program=_chain_with_skips, sizes=SKIPS, time=time, at_least=200),
-        repeats=Repeats(count=4, warmup=1),
+        repeats=Repeats(count=3, warmup=1),
         unit="ms",
         of="calls",
         base=SKIPS[0],

@@ -186,6 +186,6 @@ SECTION = Section(
     title="Planning",
     measure=measure_planning,
     render=render_planning,
-    repeats=Repeats(count=100, warmup=3),
+    repeats=Repeats(count=60, warmup=3),
     setting=ALONE,
 )
