@@ -14,7 +14,7 @@ from .gradients.contexts import Context
 from .messages import Envelope, Failure, Hello
 from .peers import Peers
 from .pending import PendingCall
-from .reading import Reader
+from .reading import Reader, Watch
 from .threads import Threads
 from .transport.base import Connection, Frames
 from .waiter import Waiter
@@ -65,11 +65,19 @@ class Mail:
             self._worker.on_lost(connection, str(error))
             raise PeerLostError(f"worker {connection.peer.name!r} is gone: {error}") from error
 
-    def wait(self, waiter: Waiter, peer: int, deadline: float | None) -> None:
+    def wait(self, waiter: Waiter, peer: int, deadline: float | None, watch: Watch | None) -> None:
         """Waits until `waiter` is done, or for the deadline. It most likely comes from `peer`."""
+        if watch is None or not watch.wait(waiter, deadline):
+            if current.thread.relieve is not None:
+                current.thread.relieve()
+            self._reader.wait_until(waiter, self._peers.connection_with(peer), deadline)
+
+    def watch(self, peer: int) -> Watch | None:
+        """Has this thread read what that worker sends, while it works on a pass; `end()` ends it."""
         if current.thread.relieve is not None:
             current.thread.relieve()
-        self._reader.wait_until(waiter, self._peers.connection_with(peer), deadline)
+        _, connection = self._peers.reach(peer, None)
+        return self._reader.watch(connection)
 
     def submit(self, task: Callable[[], None]) -> None:
         self._threads.submit(task)

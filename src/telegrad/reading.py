@@ -227,3 +227,74 @@ class Reader:
         if found:
             connection.pass_on()
             self._hand_out(found, call)
+
+    # -- on a thread that works on a pass --------------------------------------------------------------
+
+    def watch(self, connection: Connection) -> Watch | None:
+        """The calling thread reads this connection from time to time, until `end`; None if somebody else does."""
+        if not connection.reading.acquire(blocking=False):
+            return None
+        connection.disarm()
+        return Watch(self, connection)
+
+    def read_once(self, connection: Connection, timeout: float) -> bool:
+        """Reads and hands out, and keeps `reading` if anything was found."""
+        found = self._read(connection, timeout)
+        self._hand_out(found, None)
+        return bool(found)
+
+    def new_duty(self, connection: Connection) -> Duty:
+        duty = Duty(connection, self._hand_on)
+        self._roster.begin(duty)
+        self._roster.leave(duty)
+        return duty
+
+    def end_duty(self, duty: Duty) -> None:
+        self._roster.end(duty)
+
+    def leave_again(self, duty: Duty) -> None:
+        self._roster.leave(duty)
+
+
+class Watch:
+    """A thread that expects messages of one connection while it does something else, as the root of a pass does.
+
+    Others would be woken for each of them, and hold up the thread that they are for. Like any thread on duty it
+    is relieved of the reading when it makes a call of its own, or has not looked for a while.
+    """
+
+    def __init__(self, reader: Reader, connection: Connection) -> None:
+        self._reader = reader
+        self._connection = connection
+        self._duty: Duty | None = reader.new_duty(connection)
+
+    def wait(self, waiter: Waiter, deadline: float | None) -> bool:
+        """Reads until `waiter` is done; False if that is to be waited for in another way."""
+        duty = self._duty
+        if duty is None or not duty.take_back():
+            return False
+        patience = time.monotonic() + _PATIENCE
+        if deadline is not None:
+            patience = min(patience, deadline)
+        while not waiter.done:
+            left = patience - time.monotonic()
+            if left <= 0:
+                self._give_up(duty)
+                self._connection.pass_on()
+                return False
+            if not self._reader.read_once(self._connection, left):
+                self._give_up(duty)
+                return waiter.done
+        self._reader.leave_again(duty)
+        return True
+
+    def _give_up(self, duty: Duty) -> None:
+        self._duty = None
+        self._reader.end_duty(duty)
+
+    def end(self) -> None:
+        duty = self._duty
+        if duty is not None:
+            self._give_up(duty)
+            if duty.take_back():
+                self._connection.pass_on()

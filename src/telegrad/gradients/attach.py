@@ -18,7 +18,7 @@ from ..errors import GradientError
 from ..events import logger
 from ..messages import Autograd, Entry, Envelope
 from .contexts import Context, Contexts, Sent
-from .nodes import Recv, Send, running
+from .nodes import make_recv, running
 
 
 class Attach:
@@ -42,32 +42,32 @@ class Attach:
             context.known_workers.add(to)
         during = current.pass_id.get() if envelope.autograd is None else envelope.autograd.during
         if not tensors:
-            return msgspec.structs.replace(envelope, autograd=Autograd(context.id, during=during))
+            return _with(envelope, Autograd(context.id, during=during))
         sent = [self._send(context, envelope.id, place, tensors, to) for place in range(len(tensors))]
-        own = [Entry(s.id, context.id, tuple(sorted(s.reach.received))) for s in sent]
+        own = tuple([Entry(s.id, context.id, tuple(s.reach)) for s in sent])
         log = self._contexts.log
         log.merge(own, None)
         for s in sent:
             context.sends[s.id] = s
-        depends_on = {id for entry in own for id in entry.depends_on}
-        entries = log.entries_for(connection, depends_on) if depends_on else ()
-        for other in {entry.context for entry in entries if entry.context != context.id}:
+        depends_on = [id for entry in own for id in entry.depends_on]
+        if not depends_on:
+            return _with(envelope, Autograd(context.id, own, during=during))
+        entries = tuple(log.entries_for(connection, depends_on))
+        for entry in entries:
             # Whoever learns of a context must hear of its end.
-            if (found := self._contexts.find(other)) is not None and to != self._worker_id:
-                found.known_workers.add(to)
-        autograd = Autograd(context.id, tuple(own), tuple(entries), during)
-        return msgspec.structs.replace(envelope, autograd=autograd)
+            if entry.context != context.id and to != self._worker_id:
+                if (other := self._contexts.find(entry.context)) is not None:
+                    other.known_workers.add(to)
+        return _with(envelope, Autograd(context.id, own, entries, during))
 
     def _send(
         self, context: Context, message: int, place: int, tensors: Sequence[torch.Tensor], to: int
     ) -> Sent:
-        tensor = tensors[place]
         id = message if place == 0 else self._new_id()
-        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-            token = Send.apply(id, tensor)
-        reach = self._contexts.reach_of(context, token.grad_fn.next_functions)
-        what = (tensor.shape, tensor.dtype, tensor.device)
-        return Sent(id, message, place, len(tensors), to, token, *what, reach)
+        sent = Sent(id, message, place, len(tensors), to, tensors[place], context.graph)
+        with context.lock:
+            sent.reach = context.graph.walk((sent.edge,))
+        return sent
 
     def written(self, envelope: Envelope, connection: object) -> None:
         """The message was written: its receiver knows what it says."""
@@ -122,12 +122,15 @@ class Attach:
             raise GradientError(
                 f"message {message} has {len(tensors)} tensors that require grad, not {len(ids)}"
             )
-        with torch.enable_grad():
-            # See Note [the anchor of a Recv].
-            anchor = torch.empty(0, requires_grad=True)
-            received: tuple[torch.Tensor, ...] = Recv.apply(anchor, message, ids, autograd.context, tensors)
+        received = make_recv(message, ids, autograd.context, tensors)
         context = self._contexts.find(autograd.context)
         if context is not None:  # else backward() will say that it has ended
+            node = received[0].grad_fn
             for id in ids:
-                context.received[id] = received[0].grad_fn
+                context.received[id] = node
         return received
+
+
+def _with(envelope: Envelope, autograd: Autograd) -> Envelope:
+    kind, id, reply_to, timeout, depth, modes, device_map, _, profiling = msgspec.structs.astuple(envelope)
+    return Envelope(kind, id, reply_to, timeout, depth, modes, device_map, autograd, profiling)

@@ -81,6 +81,8 @@ class Complete:
     worker: int = -1  # where it happened
 
 
+_START, _INTERRUPT, _COMMIT, _DISCARD, _DONE = Start(), Interrupt(), Commit(), Discard(), Report(None)
+
 PartInstruction = Start | Wake | Interrupt | Report | Commit | Discard | Late
 RootInstruction = Finish | Abort | Complete | Late
 
@@ -124,7 +126,7 @@ class Part:
         # Send has its own.
         if self.is_root or not self.sends or self.sends[-1] in self.arrived:
             self.state = State.RUNNING
-            return [Start()]
+            return [_START]
         return []
 
     def on_gradients(self, send: int) -> list[PartInstruction]:
@@ -145,8 +147,8 @@ class Part:
             return []
         self.state = State.REPORTED
         if error is None:
-            return [Report(None)]
-        return [Interrupt(), Discard(), Report(error)]
+            return [_DONE]
+        return [_INTERRUPT, _DISCARD, Report(error)]
 
     def on_end(self, aborted: str) -> list[PartInstruction]:
         """The root's last word; or the root is gone, or the context is."""
@@ -155,8 +157,8 @@ class Part:
         was, self.state = self.state, State.ABORTED
         if not aborted and was is State.REPORTED:
             self.state = State.FINISHED
-            return [Commit()]
-        return [Interrupt(), Discard()]
+            return [_COMMIT]
+        return [_INTERRUPT, _DISCARD]
 
 
 class BackwardPass:

@@ -7,10 +7,9 @@ sent to. What is late finds a tombstone, and never brings a context back.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,26 +18,49 @@ import torch
 from ..errors import UnknownContextError
 from ..messages import Entry, sender_of
 from .leaves import GradientTable
-from .local_graph import Edge, Known, Node, Reach, walk
+from .local_graph import NOTHING, Edge, Graph, Node
 from .log import Log
+from .nodes import make_send
 
 _TOMBSTONES = 100_000
+_LARGE = 64 * 1024  # bytes
 
 
-@dataclass(eq=False, slots=True)
 class Sent:
-    """One Send: a tensor of a message, as the graph knows it."""
+    """One tensor of a message, as the graph knows it. It keeps the graph behind the tensor, but no large memory."""
 
-    id: int
-    message: int
-    place: int  # among the tensors of the message that require grad
-    count: int  # of these
-    to: int  # the id of the worker that it was sent to
-    token: torch.Tensor  # whose history is the tensor
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    reach: Reach
+    __slots__ = (
+        "_tensor", "_token", "count", "device", "dtype", "edge", "graph", "id", "message", "place", "reach", "shape", "to",
+    )  # fmt: skip
+
+    def __init__(
+        self, id: int, message: int, place: int, count: int, to: int, tensor: torch.Tensor, graph: Graph
+    ) -> None:
+        self.id = id
+        self.message = message
+        self.place = place  # among the tensors of the message that require grad
+        self.count = count  # of these
+        self.to = to  # the id of the worker that it was sent to
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self._token: torch.Tensor | None = None
+        self._tensor: torch.Tensor | None = tensor
+        node = tensor.grad_fn
+        if node is None or tensor.nbytes >= _LARGE:
+            node, number = self.token.grad_fn.next_functions[0]  # type: ignore[union-attr]
+            self.edge: Edge = (node, number)
+        else:
+            self.edge = (node, tensor.output_nr)
+        self.reach = NOTHING
+        self.graph = graph
+
+    @property
+    def token(self) -> torch.Tensor:
+        """The Send's output. Most passes do without it, so it is made when it is needed."""
+        if self._token is None:
+            assert self._tensor is not None
+            self._token = make_send(self.id, self._tensor)
+            self._tensor = None
+        return self._token
 
 
 @dataclass(eq=False)
@@ -46,18 +68,24 @@ class Context:
     """One context on one worker."""
 
     id: int
-    # Guards the graph (`known`) and every field below. Held while the graph is walked, so never by threads that read.
-    # Reentrant: a finaliser may run in it.
+    graph: Graph  # as far as Sends lead to it
+    # Guards the graph and the gradients. Held while the graph is walked, so never by threads that read. Reentrant: a
+    # finaliser may run in it.
     lock: Any = field(default_factory=threading.RLock)
+    # The operations on these are single, and atomic:
     sends: dict[int, Sent] = field(default_factory=dict)  # by id
     received: dict[int, Node] = field(default_factory=dict)  # Recv nodes, by the ids of their tensors
     known_workers: set[int] = field(default_factory=set)  # ids of those that it was sent to
     gradients: GradientTable = field(default_factory=GradientTable)
-    known: Known = field(default_factory=dict)  # what walks have found
 
     @property
     def owner(self) -> int:
         return sender_of(self.id)
+
+    def clear(self) -> None:
+        with self.lock:
+            self.sends.clear()
+            self.graph.clear()
 
 
 class Contexts:
@@ -77,7 +105,7 @@ class Contexts:
     def new(self) -> Context:
         id = self._new_id()
         with self._lock:
-            context = self._live[id] = Context(id)
+            context = self._live[id] = self._make(id)
         return context
 
     def find(self, id: int) -> Context | None:
@@ -102,7 +130,10 @@ class Contexts:
         with self._lock:
             if id in self._released:
                 return None
-            return self._live.setdefault(id, Context(id))
+            return self._live.setdefault(id, self._make(id))
+
+    def _make(self, id: int) -> Context:
+        return Context(id, Graph(lambda members: self._new_group(id, members)))
 
     def was_released(self, id: int) -> bool:
         return id in self._released
@@ -123,21 +154,9 @@ class Contexts:
             if len(self._released) > _TOMBSTONES:
                 self._released.popitem(last=False)
         self.log.release(id)
+        if context is not None:
+            context.clear()
         return context
-
-    # -- the graph -------------------------------------------------------------------------------------
-
-    def reach_of(self, context: Context, starts: Iterable[Edge], *, remember: bool = True) -> Reach:
-        """What nodes of this worker lead to. What a Send leads to lives as long as the context, so it is
-        remembered; what a loss leads to does not."""
-        with context.lock:
-            before = len(context.known)
-            reach = walk(starts, context.known, lambda members: self._new_group(context.id, members))
-            if not remember:
-                added = len(context.known) - before
-                for node in list(itertools.islice(reversed(context.known), added)):
-                    del context.known[node]
-            return reach
 
     def _new_group(self, context_id: int, members: frozenset[int]) -> int:
         id = -self._new_id()

@@ -86,8 +86,11 @@ class Host(Protocol):
     ) -> None:
         """Sends a message to the worker of that id. Raises PeerLostError."""
 
-    def wait(self, waiter: Waiter, peer: int, deadline: float | None) -> None:
+    def wait(self, waiter: Waiter, peer: int, deadline: float | None, watch: Any) -> None:
         """Waits for something that most likely comes from that worker."""
+
+    def watch(self, peer: int) -> Any:
+        """Has this thread read what that worker sends while it works on a pass; `end()` ends it. May be None."""
 
     def submit(self, task: Task) -> None: ...
     def new_message_id(self) -> int: ...
@@ -164,10 +167,11 @@ class Engine:
     ) -> None:
         """Runs a backward pass, to its end on every worker. `timeout` None: no limit."""
         context = self._contexts.get(context_id)
-        edges, gradients = checked_roots(roots, grad_tensors, scalar=grad_tensors is None)
-        reach = self._contexts.reach_of(context, edges, remember=False)
-        plan = self._plan(reach.received, edges)
-        start = Roots(edges_of(edges), gradients, reach)
+        edges, gradients = checked_roots(roots, grad_tensors)
+        with context.lock:
+            reach, leaves, checkpoints = context.graph.walk_once(edges)
+        plan = self._plan(reach, edges)
+        start = Roots(roots, gradients, leaves, checkpoints)
         self._run(context, plan, start, timeout, retain_graph, create_graph, into_grad)
 
     def grad(
@@ -183,11 +187,12 @@ class Engine:
     ) -> tuple[Gradient, ...]:
         """The gradients of the inputs, which are tensors of this worker. Nothing else is computed or kept."""
         context = self._contexts.get(context_id)
-        edges, gradients = checked_roots(outputs, grad_outputs, scalar=grad_outputs is None)
-        reach = self._contexts.reach_of(context, edges, remember=False)
+        edges, gradients = checked_roots(outputs, grad_outputs)
+        with context.lock:
+            reach, _, _ = context.graph.walk_once(edges)
         targets = {_edge_of(tensor) for tensor in inputs}
-        plan = self._plan_for(context, reach.received, edges, targets)
-        start = Roots(edges_of(edges), gradients, reach, tuple(inputs))
+        plan = self._plan_for(context, reach, edges, targets)
+        start = Roots(outputs, gradients, inputs=tuple(inputs))
         return self._run(context, plan, start, timeout, retain_graph, create_graph, False).results
 
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -223,6 +228,15 @@ class Engine:
                 )
             if local.part.state is State.FINISHED:
                 self._commit(local)
+
+    def _wait_settled(self, local: LocalPass) -> None:
+        with local.lock:
+            if local.part.is_over:
+                return
+            settled = local.settled or Waiter()
+            local.settled = settled
+        serving = current.serving.get()
+        self._wait(settled, sender_of(local.pass_id), serving.deadline if serving else local.deadline)
 
     def statistics(self) -> dict[str, int]:
         contexts = self._contexts.all()
@@ -274,7 +288,7 @@ class Engine:
         def is_source(id: int) -> bool:
             if sender_of(id) != self._id:
                 return False
-            edge = self._find_sent(context, id).token.grad_fn.next_functions[0]  # type: ignore[union-attr]
+            edge = self._find_sent(context, id).edge
             return edge in targets or leads_to(edge[0], targets, known)
 
         kept = useful(entries, is_source)
@@ -352,17 +366,19 @@ class Engine:
                 raise NotStartedError(f"worker {self._name!r} has shut down")
             self._roots[pass_id], self._passes[pass_id] = root, local
         others = [worker for worker in plan.sends if worker != self._id]
+        inside = torch._C._current_graph_task_id() >= 0
+        watch = local.watch = None if inside or not others else self.host.watch(others[0])
         try:
             for worker in others:
                 self._begin_at(worker, root, begin_for(worker), local.depth)
             first = local.on(lambda part: part.on_begin(self._messages_of(local)))
-            if torch._C._current_graph_task_id() >= 0:
+            if inside:
                 # Never inside of another engine call: its thread would work off nodes of this one.
                 self.host.submit(partial(self._carry_out, local, first))
             else:
                 local.on_own_thread = True
                 self._carry_out(local, first)
-            self._wait(root.waiter, others[0] if others else self._id, deadline)
+            self._wait(root.waiter, others[0] if others else self._id, deadline, watch)
             if not root.waiter.done:
                 self._carry_out_root(pass_id, root, root.on(partial(_fail, error=self._late(root, timeout))))
             self._carry_out_root(pass_id, root, root.finishing)
@@ -371,6 +387,8 @@ class Engine:
             if not isinstance(error, Exception):
                 raise
         finally:
+            if watch is not None:
+                watch.end()
             with self._lock:
                 self._roots.pop(pass_id, None)
         if root.error is not None:
@@ -528,15 +546,20 @@ class Engine:
                 rest.append(instruction)
             else:
                 self._carry_out_one(local, instruction, reason)
-        if local.part.is_over:
-            local.settled.set_done()
+        self._on_settled(local)
         return partial(self._carry_out, local, rest) if rest else None
+
+    def _on_settled(self, local: LocalPass) -> None:
+        if local.part.is_over:
+            with local.lock:
+                settled = local.settled
+            if settled is not None:
+                settled.set_done()
 
     def _carry_out(self, local: LocalPass, instructions: list[PartInstruction], reason: str = "") -> None:
         for instruction in instructions:
             self._carry_out_one(local, instruction, reason)
-        if local.part.is_over:
-            local.settled.set_done()
+        self._on_settled(local)
 
     def _carry_out_one(self, local: LocalPass, instruction: PartInstruction, reason: str) -> None:
         match instruction:
@@ -598,11 +621,12 @@ class Engine:
         assert context is not None
         assert begin is not None
         with local.committing:
-            if begin.into_grad:
-                local.gradients.add_to_leaves()
-            else:
+            gradients, local.gradients = local.gradients, None
+            if gradients is not None and begin.into_grad:
+                gradients.add_to_leaves()
+            elif gradients is not None:
                 with context.lock:
-                    context.gradients.take_over(local.gradients)
+                    context.gradients.take_over(gradients)
         self._forget(local)
 
     def _forget(self, local: LocalPass) -> None:
@@ -612,7 +636,7 @@ class Engine:
                 self._bury_locked(local.pass_id)
         if local.part.state is not State.FINISHED:
             with local.committing:
-                local.gradients.clear()
+                local.gradients = None
 
     def _bury_locked(self, pass_id: int) -> None:
         self._over[pass_id] = None
@@ -621,9 +645,9 @@ class Engine:
 
     # -- what a running pass needs ---------------------------------------------------------------------
 
-    def _wait(self, waiter: Waiter, peer: int, deadline: float | None) -> None:
+    def _wait(self, waiter: Waiter, peer: int, deadline: float | None, watch: Any = None) -> None:
         if not waiter.done:
-            self.host.wait(waiter, peer, deadline)
+            self.host.wait(waiter, peer, deadline, watch)
 
     def _decode(self, envelope: Envelope, frames: Any) -> tuple[Gradient, ...]:
         return self.host.decode(envelope, frames).gradients  # type: ignore[no-any-return]
@@ -747,16 +771,15 @@ def _by_worker(ids: Iterable[int]) -> dict[int, tuple[int, ...]]:
 
 
 def _edge_of(tensor: torch.Tensor) -> tuple[Node, int]:
+    node = tensor.grad_fn
+    if node is not None:
+        return node, tensor.output_nr
     edge = torch.autograd.graph.get_gradient_edge(tensor)
     return edge.node, edge.output_nr
 
 
-def edges_of(edges: Sequence[tuple[Node, int]]) -> tuple[Any, ...]:
-    return tuple(torch.autograd.graph.GradientEdge(node, number) for node, number in edges)
-
-
 def checked_roots(
-    roots: Sequence[torch.Tensor], gradients: Sequence[Gradient] | None, *, scalar: bool
+    roots: Sequence[torch.Tensor], gradients: Sequence[Gradient] | None
 ) -> tuple[list[tuple[Node, int]], tuple[torch.Tensor, ...]]:
     """The edges of the roots, and their gradients: ones, unless others are given.
 

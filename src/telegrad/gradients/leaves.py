@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -126,7 +125,7 @@ class Capture:
     def __init__(self, is_ours: Callable[[], bool]) -> None:
         self._is_ours = is_ours
         self._lock = threading.Lock()  # device threads of the engine add at the same time
-        self._cleanup = ExitStack()
+        self._cleanup: list[Callable[[], None]] = []
         self.gradients = GradientTable()
 
     def watch(self, nodes: Iterable[Any], is_ours: Callable[[], bool] | None = None) -> None:
@@ -138,7 +137,7 @@ class Capture:
                 self._watch_with_hooks(node, leaf, ours)
             else:
                 handle = node.register_prehook(self._taker(leaf, ours))
-                self._cleanup.callback(handle.remove)
+                self._cleanup.append(handle.remove)
 
     def _taker(self, leaf: Leaf, is_ours: Callable[[], bool]) -> Callable[[Any], Any]:
         def take(gradients: tuple[torch.Tensor | None, ...]) -> Any:
@@ -183,13 +182,15 @@ class Capture:
                 leaf.grad = aside.pop()
                 lock.release()
 
-        self._cleanup.callback(put_back)  # where a hook raised, `after` was not called
+        self._cleanup.append(put_back)  # where a hook raised, `after` was not called
         for handle in (node.register_prehook(before), node.register_hook(after)):
-            self._cleanup.callback(handle.remove)
+            self._cleanup.append(handle.remove)
 
     def close(self) -> None:
         """Takes no more."""
-        self._cleanup.close()
+        for undo in self._cleanup:
+            undo()
+        self._cleanup.clear()
 
 
 def _own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:

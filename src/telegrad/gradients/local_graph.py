@@ -1,135 +1,126 @@
-"""Walks over this worker's part of the graph: which received tensors, and which leaves, does an edge lead to?
+"""Walks over this worker's part of the graph: which received tensors does an edge lead to, and which leaves are there?
 
 A walk remembers the answer for every node that it came through, so that many Sends over one history cost one
-walk. Both answers are small sets, however long the history is: where one would grow beyond a few members, a
-group takes their place (see log.py; for leaves it is a `Leaves`).
+walk. The answer is a small set, however long the history is: where it would grow beyond a few members, a group
+takes their place (see log.py). Of leaves it is enough to know all: those that a pass does not come to are not
+touched by it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from .nodes import AccumulateGrad, CheckpointNode, RecvNode
 
 Node = Any  # torch.autograd.graph.Node, but with what its kinds have besides
 Edge = tuple[Node, int]  # a node, and which of its inputs
+Reach = frozenset[int]  # ids of received tensors, and of groups of them
 
+NOTHING: Reach = frozenset()
 _FEW = 8
 
 
-class Reach(NamedTuple):
-    """What a node leads to."""
+class Graph:
+    """What walks have found so far. `new_group` gives a group its id."""
 
-    received: frozenset[int]  # ids of received tensors, and of groups of them
-    leaves: frozenset[Any]  # AccumulateGrad nodes, and groups of them (Leaves)
-    checkpoints: frozenset[
-        Any
-    ]  # nodes of reentrant checkpoints, which run an engine call of their own, and groups
+    __slots__ = ("_new_group", "checkpoints", "known", "leaves")
 
+    def __init__(self, new_group: Callable[[Reach], int]) -> None:
+        self._new_group = new_group
+        # Of a Recv, for each of its tensors. Where an edge leads nowhere, torch has None for the node.
+        self.known: dict[Node, Reach | list[Reach]] = {None: NOTHING}
+        self.leaves: list[Node] = []  # AccumulateGrad nodes
+        self.checkpoints: list[Node] = []  # reentrant ones, which run an engine call of their own
 
-_NO_IDS: frozenset[int] = frozenset()
-_NO_NODES: frozenset[Any] = frozenset()
-NOTHING = Reach(_NO_IDS, _NO_NODES, _NO_NODES)
+    def walk(self, starts: Iterable[Edge]) -> Reach:
+        """What the edges lead to together."""
+        known = self.known
+        reach = NOTHING
+        for node, number in starts:
+            if node not in known:
+                self._visit(node)
+            found = known[node]
+            reach = self._union(reach, found[number] if found.__class__ is list else found)  # type: ignore[arg-type,index]
+        return reach
 
-Known = dict[Node, Reach | list[Reach]]  # of a Recv, for each of its tensors
+    def walk_once(self, starts: Iterable[Edge]) -> tuple[Reach, list[Node], list[Node]]:
+        """The same, but nothing new is remembered; and the leaves and checkpoints that are new."""
+        nodes, leaves, checkpoints = len(self.known), len(self.leaves), len(self.checkpoints)
+        reach = self.walk(starts)
+        found = reach, self.leaves[leaves:], self.checkpoints[checkpoints:]
+        del self.leaves[leaves:], self.checkpoints[checkpoints:]
+        self._forget_since(nodes)
+        return found
 
+    def clear(self) -> None:
+        self._forget_since(1)
+        self.leaves.clear()
+        self.checkpoints.clear()
 
-class Leaves:
-    """A group of nodes."""
+    def _forget_since(self, nodes: int) -> None:
+        # What was found last goes first. The other way round torch would free a deep graph by recursion, and overflow
+        # the stack.
+        while len(self.known) > nodes:
+            self.known.popitem()
 
-    __slots__ = ("members",)
-
-    def __init__(self, members: frozenset[Any]) -> None:
-        self.members = members
-
-
-def walk(starts: Iterable[Edge], known: Known, new_group: Callable[[frozenset[int]], int]) -> Reach:
-    """What the edges lead to together. `known` is what earlier walks found, and gets what this one finds."""
-    reach = NOTHING
-    for node, number in starts:
-        if node is None:
-            continue
-        if node not in known:
-            _visit(node, known, new_group)
-        found = known[node]
-        reach = _union(reach, found[number] if found.__class__ is list else found, new_group)  # type: ignore[arg-type]
-    return reach
-
-
-def _visit(start: Node, known: Known, new_group: Callable[[frozenset[int]], int]) -> None:
-    # Depth first with a stack of our own: graphs are deeper than Python's.
-    stack: list[tuple[Node, Any]] = [(start, None)]
-    while stack:
-        node, nexts = stack.pop()
-        if nexts is None:
-            if node in known:
-                continue
-            kind = type(node)
-            if kind is AccumulateGrad:
-                known[node] = Reach(_NO_IDS, frozenset((node,)), _NO_NODES)
-                continue
-            if kind is RecvNode:
-                known[node] = [Reach(frozenset((id,)), _NO_NODES, _NO_NODES) for id in node.ids]
-                continue
-            if node._sequence_nr() == 0:
+    def _visit(self, node: Node) -> None:
+        """Finds what a node leads to, and all nodes behind it."""
+        if node.__class__ is AccumulateGrad or node.__class__ is RecvNode:
+            self.known[node] = self._end(node)
+            return
+        # Depth first, with a path of our own: graphs are deeper than Python's stack. This loop is hot: down as long as
+        # there is something unknown, then up as long as there is not.
+        known = self.known
+        path: list[Node] = []
+        edges: list[Any] = []  # of the nodes on the path
+        while True:
+            if not node._sequence_nr():
                 node._set_sequence_nr(1)  # see Note [why a Wait has sequence number 0]
             nexts = node.next_functions
-            missing = [next for next, _ in nexts if next is not None and next not in known]
-            if missing:
-                stack.append((node, nexts))
-                for next in missing:
-                    stack.append((next, None))
-                continue
-        reach = NOTHING
-        for next, number in nexts:
-            if next is not None:
-                found = known[next]
-                if found.__class__ is list:
-                    found = found[number]
-                if found is not reach:
-                    reach = found if reach is NOTHING else _union(reach, found, new_group)  # type: ignore[assignment,arg-type]
-        if type(node) is CheckpointNode:
-            reach = _union(reach, Reach(_NO_IDS, _NO_NODES, frozenset((node,))), new_group)
-        known[node] = reach
+            while True:
+                reach = NOTHING
+                for next, number in nexts:
+                    found = known.get(next)
+                    if found is None:
+                        kind = next.__class__
+                        if kind is not AccumulateGrad and kind is not RecvNode:
+                            break
+                        found = known[next] = self._end(next)
+                    if found is not reach:
+                        if found.__class__ is list:
+                            found = found[number]
+                        reach = self._union(reach, found) if reach else found  # type: ignore[assignment,arg-type]
+                else:
+                    known[node] = reach
+                    if node.__class__ is CheckpointNode:
+                        self.checkpoints.append(node)
+                    if not path:
+                        return
+                    node = path.pop()
+                    nexts = edges.pop()
+                    continue
+                break
+            path.append(node)
+            edges.append(nexts)
+            node = next
 
+    def _end(self, node: Node) -> Reach | list[Reach]:
+        """Of a leaf, or of a Recv."""
+        if node.__class__ is AccumulateGrad:
+            self.leaves.append(node)
+            return NOTHING
+        if not node._sequence_nr():
+            node._set_sequence_nr(1)
+        return [frozenset((id,)) for id in node.ids]
 
-def _union(a: Reach, b: Reach, new_group: Callable[[frozenset[int]], int]) -> Reach:
-    if b is a or b is NOTHING:
-        return a
-    if a is NOTHING:
-        return b
-    received, leaves, checkpoints = a
-    if not b.received <= received:
-        received = received | b.received
-        if len(received) > _FEW:
-            received = frozenset((new_group(received),))
-    if not b.leaves <= leaves:
-        leaves = _grouped(leaves | b.leaves)
-    if not b.checkpoints <= checkpoints:
-        checkpoints = _grouped(checkpoints | b.checkpoints)
-    if received is a.received and leaves is a.leaves and checkpoints is a.checkpoints:
-        return a
-    return Reach(received, leaves, checkpoints)
-
-
-def _grouped(nodes: frozenset[Any]) -> frozenset[Any]:
-    return nodes if len(nodes) <= _FEW else frozenset((Leaves(nodes),))
-
-
-def members(groups: Iterable[frozenset[Any]]) -> list[Node]:
-    """The nodes in these sets and in the groups among them, each once."""
-    found: dict[Node, None] = {}
-    seen: set[Leaves] = set()
-    waiting = list(groups)
-    while waiting:
-        for node in waiting.pop():
-            if type(node) is not Leaves:
-                found[node] = None
-            elif node not in seen:
-                seen.add(node)
-                waiting.append(node.members)
-    return list(found)
+    def _union(self, a: Reach, b: Reach) -> Reach:
+        if b <= a:
+            return a
+        if a <= b:
+            return b
+        both = a | b
+        return both if len(both) <= _FEW else frozenset((self._new_group(both),))
 
 
 def leads_to(start: Node, targets: set[tuple[Node, int]], known: dict[Node, bool]) -> bool:

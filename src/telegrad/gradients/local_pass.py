@@ -6,17 +6,16 @@ Messages come in on threads that read; the engine runs on another. Between them 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from .. import current
 from ..errors import CallTimeoutError, GradientError
@@ -26,10 +25,11 @@ from . import nodes
 from .backward_pass import Part, PartInstruction
 from .contexts import Context, Sent
 from .leaves import Capture, GradientTable
-from .local_graph import NOTHING, Node, Reach, members, walk
+from .local_graph import Graph, Node
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 _DEVICE_POLL = 1e-3  # seconds
+_ONE = torch.ones(())  # the gradient of tokens
 
 Arrived = tuple[Envelope, Any]  # a Gradients message as it was read: its envelope and its frames
 Gradient = torch.Tensor | None
@@ -39,21 +39,26 @@ class InterruptedPassError(GradientError):
     """Inside the engine: the pass is over, and what is waited for will not come."""
 
 
-@dataclass(frozen=True)
-class Roots:
+class Roots(NamedTuple):
     """What the engine starts from at the worker that called backward() or grad()."""
 
-    tensors: Sequence[Any] = ()  # tensors, or torch's GradientEdges
-    gradients: Sequence[Gradient] = ()
-    reach: Reach = NOTHING  # what they lead to
+    tensors: Sequence[torch.Tensor] = ()
+    gradients: Sequence[torch.Tensor] = ()
+    leaves: Sequence[Node] = ()  # that they lead to, and no Send does
+    checkpoints: Sequence[Node] = ()
     inputs: Sequence[torch.Tensor] | None = None  # of grad(): what to return the gradients of
+
+
+NO_ROOTS = Roots()
 
 
 @dataclass(frozen=True)
 class Surroundings:
     """What a pass needs of its worker."""
 
-    wait: Callable[[Waiter, int, float | None], None]  # until it is done, or the deadline; who it comes from
+    wait: Callable[
+        [Waiter, int, float | None, Any], None
+    ]  # until done, or the deadline; who it comes from; watch
     decode: Callable[[Envelope, Any], tuple[Gradient, ...]]
     post: Callable[[LocalPass, int, tuple[Gradient, ...]], None]  # to where the message came from
     find_sent: Callable[[Context, int], Sent]
@@ -61,39 +66,43 @@ class Surroundings:
     beacon: torch.Tensor
 
 
-@dataclass(eq=False)
 class LocalPass:
-    pass_id: int
-    around: Surroundings
-    part: Part
-    since: float = field(default_factory=time.monotonic)
-    # Guards `part`, `frames`, `waiters` and `interrupted`. Threads that read take it: held for a moment only.
-    lock: Any = field(default_factory=threading.RLock)
-    frames: dict[int, Arrived] = field(default_factory=dict)  # by message
-    waiters: dict[int, Waiter] = field(default_factory=dict)  # by message
-    decoded: dict[int, tuple[Gradient, ...]] = field(
-        default_factory=dict
-    )  # by message; the engine's thread alone
-    interrupted: str = ""
-    settled: Waiter = field(default_factory=Waiter)  # the root has said its last word
-    gradients: GradientTable = field(
-        default_factory=GradientTable
-    )  # guarded by `committing` once the engine is done
-    committing: Any = field(default_factory=threading.RLock)
-    # Set before the engine starts, and never after:
-    context: Context | None = None
-    begin: Begin | None = None
-    roots: Roots = Roots()
-    deadline: float | None = None
-    depth: int = 1
-    root_name: str = ""
-    on_own_thread: bool = False  # on the thread that has called backward(), whose modes hold already
-    # The engine thread's own:
-    sent: dict[int, Sent] = field(default_factory=dict)  # by id
-    awaited_from: dict[int, int] = field(default_factory=dict)  # by message: the worker
-    counts: Counter[int] = field(default_factory=Counter)  # by message: tensors that were not asked for yet
-    capture: Capture = field(default_factory=lambda: Capture(bool))
-    results: tuple[Gradient, ...] = ()  # of grad()
+    __slots__ = (
+        "around", "awaited_from", "begin", "capture", "committing", "context", "counts", "deadline", "decoded",
+        "depth", "frames", "gradients", "interrupted", "lock", "on_own_thread", "part", "pass_id", "results",
+        "root_name", "roots", "sent", "settled", "since", "waiters", "watch",
+    )  # fmt: skip
+
+    def __init__(self, pass_id: int, around: Surroundings, part: Part) -> None:
+        self.pass_id = pass_id
+        self.around = around
+        self.since = time.monotonic()
+        # Guards the five below. Threads that read take it: held for a moment only.
+        self.lock = threading.RLock()
+        self.part = part
+        self.frames: dict[int, Arrived] = {}  # by message
+        self.waiters: dict[int, Waiter] = {}  # by message
+        self.interrupted = ""
+        self.settled: Waiter | None = None  # made by whoever waits for the root's last word
+        # Set before the engine starts, and never after:
+        self.context: Context | None = None
+        self.begin: Begin | None = None
+        self.roots = NO_ROOTS
+        self.deadline: float | None = None
+        self.depth = 1
+        self.root_name = ""
+        self.on_own_thread = False  # on the thread that has called backward(), whose modes hold already
+        self.watch: Any = None  # by which that thread waits
+        # The engine thread's own:
+        self.sent: dict[int, Sent] = {}  # by id
+        self.awaited_from: dict[int, int] = {}  # by message: the worker
+        self.counts: dict[int, int] = {}  # by message: tensors that were not asked for yet
+        self.decoded: dict[int, tuple[Gradient, ...]] = {}  # by message
+        self.capture: Capture | None = None
+        self.results: tuple[Gradient, ...] = ()  # of grad()
+        # What came of it, guarded by `committing`:
+        self.committing = threading.RLock()
+        self.gradients: GradientTable | None = None
 
     @property
     def context_id(self) -> int:
@@ -144,7 +153,7 @@ class LocalPass:
             if _has_devices():
                 self._wait_beside_devices(waiter)
             else:
-                self.around.wait(waiter, self.awaited_from[message], self.deadline)
+                self.around.wait(waiter, self.awaited_from[message], self.deadline, self.watch)
         self._check(message)
 
     def _wait_beside_devices(self, waiter: Waiter) -> None:
@@ -180,11 +189,12 @@ class LocalPass:
                     f"the gradients of message {found.message} were asked for twice in one pass"
                 )
             gradients = self.decoded[found.message] = self.around.decode(*arrived)
-        count = self.counts[found.message] - 1
-        self.counts[found.message] = count
-        if count == 0:
-            del self.decoded[found.message]  # what is here twice could not be kept without a copy
-        return _checked(gradients, found)
+        gradient = _checked(gradients, found)
+        if gradient is not None:
+            self.counts[found.message] -= 1
+            if self.counts[found.message] == 0:
+                del self.decoded[found.message]  # what is here twice could not be kept without a copy
+        return gradient
 
     def post(self, message: int, gradients: tuple[Gradient, ...]) -> None:
         """Sends the gradients of a received message to where it came from."""
@@ -199,42 +209,53 @@ class LocalPass:
         begin, context = self.begin, self.context
         assert begin is not None
         assert context is not None
-        sends = [self.around.find_sent(context, id) for id in begin.sends]
-        self.sent = {sent.id: sent for sent in sends}
-        self.awaited_from = {sent.message: sent.to for sent in sends}
-        self.counts = Counter(sent.message for sent in sends)
-        with self.lock:
-            arrived = set(self.part.arrived)
-        here = [sent.token for sent in sends if sent.message in arrived]
-        awaited: dict[int, list[torch.Tensor]] = {}
-        for sent in sends:
-            if sent.message not in arrived:
-                awaited.setdefault(sent.message, []).append(sent.token)
-        if awaited:
-            with torch.enable_grad():
-                here.append(
-                    nodes.chain_waits([(message, awaited[message]) for message in wait_order(awaited)])
-                )
-        one = torch.ones(())
-        starts = (self.around.beacon, *self.roots.tensors, *here)
-        gradients = (one, *self.roots.gradients, *(one for _ in here))
+        starts: list[Any] = [self.around.beacon, *self.roots.tensors]
+        gradients: list[Any] = [_ONE, *self.roots.gradients]
+        for id in begin.sends:
+            sent = self.sent[id] = self.around.find_sent(context, id)
+            self.awaited_from[sent.message] = sent.to
+            self.counts[sent.message] = self.counts.get(sent.message, 0) + 1
+        if self.sent:
+            self._add_sends(starts, gradients)
         keep = begin.retain_graph or begin.create_graph
         with self._as_current():
             if begin.wanted is not None or self.roots.inputs is not None:
-                self._run_for_inputs(starts, gradients, keep, begin)
+                self._run_for_inputs(tuple(starts), tuple(gradients), keep, begin)
             else:
-                self._run_for_leaves(starts, gradients, keep, begin, sends)
+                self._run_for_leaves(tuple(starts), tuple(gradients), keep, begin, context)
+
+    def _add_sends(self, starts: list[Any], gradients: list[Any]) -> None:
+        """The tensors that were sent, as starts: directly where the gradient is here, behind a Wait where not."""
+        with self.lock:
+            arrived = set(self.part.arrived)
+        awaited: dict[int, list[torch.Tensor]] = {}
+        for sent in self.sent.values():
+            if sent.message not in arrived:
+                awaited.setdefault(sent.message, []).append(sent.token)
+            elif type(sent.edge[0]) is nodes.AccumulateGrad or (gradient := self.take(sent.id)) is None:
+                # A leaf's gradient is kept without a copy if nobody else holds it, as a start's would be. And a Send
+                # says None as a node does: what is behind it runs.
+                starts.append(sent.token)
+                gradients.append(_ONE)
+            else:
+                starts.append(GradientEdge(*sent.edge))
+                gradients.append(gradient)
+        if awaited:
+            starts.append(nodes.chain_waits([(message, awaited[message]) for message in wait_order(awaited)]))
+            gradients.append(_ONE)
 
     def _run_for_leaves(
-        self, starts: Any, gradients: Any, keep: bool, begin: Begin, sends: list[Sent]
+        self, starts: Any, gradients: Any, keep: bool, begin: Begin, context: Context
     ) -> None:
-        capture = Capture(lambda: nodes.running() is self)
-        reaches = [self.roots.reach, *(sent.reach for sent in sends)]
-        for node in members([reach.checkpoints for reach in reaches]):
+        graphs = [context.graph, *{s.graph for s in self.sent.values() if s.graph is not context.graph}]
+        with context.lock:  # others may walk it
+            leaves = [*self.roots.leaves, *(node for graph in graphs for node in graph.leaves)]
+            checkpoints = [*self.roots.checkpoints, *(node for graph in graphs for node in graph.checkpoints)]
+        for node in checkpoints:
             _watch_checkpoint(node)
-        self.capture = capture
+        capture = self.capture = Capture(lambda: nodes.running() is self)
         try:
-            capture.watch(members([reach.leaves for reach in reaches]))
+            capture.watch(leaves)
             _run_backward(
                 starts, gradients, keep, begin.create_graph, (), allow_unreachable=True, accumulate_grad=True
             )
@@ -261,29 +282,40 @@ class LocalPass:
         def after(*_: Any) -> None:
             handle.remove()
             nested.close()
+            assert self.capture is not None
             self.capture.gradients.take_over(nested.gradients)
 
         handle = node.register_hook(after)
 
-    @contextlib.contextmanager
-    def _as_current(self) -> Iterator[None]:
-        """While the engine runs: its context and pass are the current ones, and its calls share its deadline."""
-        context_token = current.context_id.set(self.context_id)
-        pass_token = current.pass_id.set(self.pass_id)
-        serving_token = None
-        if not self.part.is_root:
-            serving = current.Serving(self.root_name, self.pass_id, self.deadline, self.depth)
-            serving_token = current.serving.set(serving)
-        nodes.starting(self)
-        try:
-            yield
-        finally:
-            nodes.starting(None)
-            nodes.forget(self)
-            current.context_id.reset(context_token)
-            current.pass_id.reset(pass_token)
-            if serving_token is not None:
-                current.serving.reset(serving_token)
+    def _as_current(self) -> _AsCurrent:
+        return _AsCurrent(self)
+
+
+class _AsCurrent:
+    """While the engine runs: its context and pass are the current ones, and its calls share its deadline."""
+
+    __slots__ = ("_context", "_pass", "_pass_token", "_serving")
+
+    def __init__(self, pass_: LocalPass) -> None:
+        self._pass = pass_
+
+    def __enter__(self) -> None:
+        pass_ = self._pass
+        self._context = current.context_id.set(pass_.context_id)
+        self._pass_token = current.pass_id.set(pass_.pass_id)
+        self._serving = None
+        if not pass_.part.is_root:
+            serving = current.Serving(pass_.root_name, pass_.pass_id, pass_.deadline, pass_.depth)
+            self._serving = current.serving.set(serving)
+        nodes.starting(pass_)
+
+    def __exit__(self, *_: object) -> None:
+        nodes.starting(None)
+        nodes.forget(self._pass)
+        current.context_id.reset(self._context)
+        current.pass_id.reset(self._pass_token)
+        if self._serving is not None:
+            current.serving.reset(self._serving)
 
 
 def wait_order(messages: Iterable[int]) -> list[int]:
@@ -339,16 +371,14 @@ def _watch_checkpoint(node: Any) -> None:
             found = outputs if isinstance(outputs, tuple) else (outputs,)
             starts = [(t.grad_fn, 0) for t in found if isinstance(t, torch.Tensor) and t.grad_fn is not None]
             inputs = {id(a) for a in args if isinstance(a, torch.Tensor)}
-            leaves = [n for n in members([_leaves_of(starts)]) if id(n.variable) not in inputs]
-            pass_.watch_nested(node, leaves)
+            graph = Graph(lambda received: -1)
+            graph.walk(starts)
+            pass_.watch_nested(node, [leaf for leaf in graph.leaves if id(leaf.variable) not in inputs])
+            graph.clear()
         return outputs
 
     recompute.__telegrad__ = True  # type: ignore[attr-defined]
     node.run_function = recompute
-
-
-def _leaves_of(starts: list[tuple[Any, int]]) -> frozenset[Any]:
-    return walk(starts, {}, lambda received: -1).leaves
 
 
 def _has_devices() -> bool:

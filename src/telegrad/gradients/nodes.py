@@ -62,9 +62,8 @@ def starting(pass_: Running | None) -> None:
 
 def forget(pass_: Running) -> None:
     """The engine call is over."""
-    for task, found in list(_running.items()):
-        if found is pass_:
-            _running.pop(task, None)
+    for task in [task for task, found in list(_running.items()) if found is pass_]:
+        _running.pop(task, None)
 
 
 class Beacon(torch.autograd.Function):
@@ -78,14 +77,6 @@ class Beacon(torch.autograd.Function):
         if pass_ is not None:
             _running[torch._C._current_graph_task_id()] = pass_
         return None
-
-
-def make_beacon() -> torch.Tensor:
-    """Its token. It can be used any number of times, by any thread."""
-    with torch.enable_grad(), torch.inference_mode(False):
-        token = Beacon.apply(torch.empty(0, requires_grad=True))
-    token.grad_fn._set_sequence_nr(_FIRST)
-    return token  # type: ignore[no-any-return]
 
 
 class Send(torch.autograd.Function):
@@ -155,20 +146,54 @@ class Wait(torch.autograd.Function):
         return None, *(gradient for _ in range(ctx.count))
 
 
+# torch's Function.apply, without what it does for transforms (vmap and the like) that none of these nodes meets.
+_apply = torch._C._FunctionBase.__dict__["apply"].__get__
+_apply_beacon, _apply_send = _apply(None, Beacon), _apply(None, Send)
+_apply_recv, _apply_wait = _apply(None, Recv), _apply(None, Wait)
+
+
+def make_beacon() -> torch.Tensor:
+    """Its token. It can be used any number of times, by any thread."""
+    with torch.enable_grad(), torch.inference_mode(False):
+        token: torch.Tensor = _apply_beacon(torch.empty(0, requires_grad=True))
+    token.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
+    return token
+
+
+def make_send(id: int, tensor: torch.Tensor) -> torch.Tensor:
+    """A Send; its token."""
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        token: torch.Tensor = _apply_send(id, tensor)
+    node: Any = token.grad_fn
+    if node._sequence_nr() == 0:
+        node._set_sequence_nr(1)  # see Note [why a Wait has sequence number 0]
+    return token
+
+
+def make_recv(
+    message: int, ids: tuple[int, ...], context: int, tensors: list[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """The tensors, with a Recv as their history."""
+    if torch.is_grad_enabled():
+        return _apply_recv(torch.empty(0, requires_grad=True), message, ids, context, tensors)  # type: ignore[no-any-return]
+    with torch.enable_grad():
+        return _apply_recv(torch.empty(0, requires_grad=True), message, ids, context, tensors)  # type: ignore[no-any-return]
+
+
 def chain_waits(tokens: list[tuple[int, list[torch.Tensor]]]) -> torch.Tensor:
     """Waits over the tokens of messages, given in the order of their sending; the last Wait's token. The engine
     comes to the last one first."""
     last: list[torch.Tensor] = []
-    for message, own in tokens:
-        last = [Wait.apply(message, *own, *last)]
-        last[0].grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
+    with torch.enable_grad():
+        for message, own in tokens:
+            last = [_apply_wait(message, *own, *last)]
+            last[0].grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
     return last[0]
 
 
 def _type_of_leaf_nodes() -> type:
-    with torch.enable_grad():
-        token = Send.apply(0, torch.empty(0, requires_grad=True))
-        return type(token.grad_fn.next_functions[0][0])
+    token = make_send(0, torch.empty(0, requires_grad=True))
+    return type(token.grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 
 AccumulateGrad = _type_of_leaf_nodes()
