@@ -31,21 +31,19 @@ class Planner:
     """What one worker does, as far as walks go, for the Sends of a context and for a pass over them."""
 
     def __init__(self) -> None:
-        from telegrad.gradients import local_graph
+        from telegrad.gradients.local_graph import Graph
 
-        self._graph = local_graph
-        self._known: dict[Any, Any] = {}
+        self._graph: Any = Graph(self._new_group)
         self._groups = 0
 
     def at_send(self, tensor: Tensor) -> None:
-        self._walk([tensor])
+        self._graph.walk([(tensor.grad_fn, tensor.output_nr)])
 
     def at_backward(self, tensors: Sequence[Tensor]) -> None:
-        self._graph.members([self._walk(tensors).leaves])
+        self._graph.walk_once([(tensor.grad_fn, tensor.output_nr) for tensor in tensors])
 
-    def _walk(self, tensors: Sequence[Tensor]) -> Any:
-        edges = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors]
-        return self._graph.walk(edges, self._known, self._new_group)
+    def end(self) -> None:
+        self._graph.clear()
 
     def _new_group(self, members: frozenset[int]) -> int:
         self._groups -= 1
@@ -97,7 +95,7 @@ def _measure_graph(graph: str, nodes: int, leaves: int, repeats: Repeats) -> Pla
         planner.at_send(result)
         planner.at_backward([result])
         walked = perf_counter()
-        del planner
+        planner.end()
         again = perf_counter()
         loss.backward()
         if number >= 0:

@@ -30,7 +30,8 @@ class Sent:
     """One tensor of a message, as the graph knows it. It keeps the graph behind the tensor, but no large memory."""
 
     __slots__ = (
-        "_tensor", "_token", "count", "device", "dtype", "edge", "graph", "id", "message", "place", "reach", "shape", "to",
+        "_tensor", "_token", "count", "device", "dtype", "edge", "graph", "id", "message", "place", "reach",
+        "shape", "to",
     )  # fmt: skip
 
     def __init__(

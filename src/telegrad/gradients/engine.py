@@ -222,10 +222,7 @@ class Engine:
         for local in self._passes_of(context.id):
             # Not in a hook of that very pass, whose root waits for us.
             if local.part.state is State.REPORTED and local.pass_id != current.pass_id.get():
-                serving = current.serving.get()
-                self._wait(
-                    local.settled, sender_of(local.pass_id), serving.deadline if serving else local.deadline
-                )
+                self._wait_settled(local)
             if local.part.state is State.FINISHED:
                 self._commit(local)
 

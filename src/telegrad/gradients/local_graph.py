@@ -41,7 +41,7 @@ class Graph:
             if node not in known:
                 self._visit(node)
             found = known[node]
-            reach = self._union(reach, found[number] if found.__class__ is list else found)  # type: ignore[arg-type,index]
+            reach = self._union(reach, found[number] if found.__class__ is list else found)  # type: ignore[arg-type]
         return reach
 
     def walk_once(self, starts: Iterable[Edge]) -> tuple[Reach, list[Node], list[Node]]:
