@@ -175,13 +175,8 @@ def debug_info() -> dict[str, int]:
 class SendFunction:
     """The Sends of one message, as the one node that torch's is."""
 
-    def __init__(self, nodes: Sequence[Any]) -> None:
-        self._nodes = nodes
-
-    @property
-    def next_functions(self) -> tuple[tuple[Any, int], ...]:
-        """The edges to the tensors that were sent."""
-        return tuple(edge for node in self._nodes for edge in node.next_functions)
+    def __init__(self, next_functions: tuple[tuple[Any, int], ...]) -> None:
+        self.next_functions = next_functions  # the edges to the tensors that were sent
 
     def name(self) -> str:
         return "torch::distributed::autograd::SendRpcBackward"
@@ -198,10 +193,10 @@ class DistAutogradContext:
 
     def _send_functions(self) -> dict[int, SendFunction]:
         """By message."""
-        nodes: dict[int, list[Any]] = {}
+        edges: dict[int, list[Any]] = {}
         for sent in list(self._found.sends.values()):
-            nodes.setdefault(sent.message, []).append(sent.token.grad_fn)
-        return {message: SendFunction(of_message) for message, of_message in nodes.items()}
+            edges.setdefault(sent.message, []).append(sent.edge)
+        return {message: SendFunction(tuple(of_message)) for message, of_message in edges.items()}
 
     def _recv_functions(self) -> dict[int, Any]:
         """By message."""

@@ -168,6 +168,8 @@ def describe(tensor: torch.Tensor, keep: list[Any]) -> tuple[Any, ...] | None:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill one stretch of memory, in whatever order."""
+    if 0 in tensor.stride():  # expanded, as many gradients are
+        return tensor.numel() <= 1
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

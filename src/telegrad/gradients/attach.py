@@ -64,10 +64,8 @@ class Attach:
         self, context: Context, message: int, place: int, tensors: Sequence[torch.Tensor], to: int
     ) -> Sent:
         id = message if place == 0 else self._new_id()
-        sent = Sent(id, message, place, len(tensors), to, tensors[place], context.graph)
         with context.lock:
-            sent.reach = context.graph.walk((sent.edge,))
-        return sent
+            return Sent(id, message, place, len(tensors), to, tensors[place], context.graph)
 
     def written(self, envelope: Envelope, connection: object) -> None:
         """The message was written: its receiver knows what it says."""

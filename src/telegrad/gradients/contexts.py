@@ -23,15 +23,18 @@ from .log import Log
 from .nodes import make_send
 
 _TOMBSTONES = 100_000
-_LARGE = 64 * 1024  # bytes
 
 
 class Sent:
-    """One tensor of a message, as the graph knows it. It keeps the graph behind the tensor, but no large memory."""
+    """One tensor of a message, as the graph knows it. It keeps what is behind the tensor, but not its memory.
+
+    `stand_in` is what takes its place among the inputs of a Wait: a leaf itself, which stays what it is; for any
+    other the token of a Send, since the tensor may be changed in place and get another history.
+    """
 
     __slots__ = (
-        "_tensor", "_token", "count", "device", "dtype", "edge", "graph", "id", "message", "place", "reach",
-        "shape", "to",
+        "_edge", "count", "device", "dtype", "graph", "id", "is_leaf", "message", "place", "reach", "shape",
+        "stand_in", "to",
     )  # fmt: skip
 
     def __init__(
@@ -43,25 +46,19 @@ class Sent:
         self.count = count  # of these
         self.to = to  # the id of the worker that it was sent to
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self._token: torch.Tensor | None = None
-        self._tensor: torch.Tensor | None = tensor
-        node = tensor.grad_fn
-        if node is None or tensor.nbytes >= _LARGE:
-            node, number = self.token.grad_fn.next_functions[0]  # type: ignore[union-attr]
-            self.edge: Edge = (node, number)
-        else:
-            self.edge = (node, tensor.output_nr)
-        self.reach = NOTHING
         self.graph = graph
+        node = tensor.grad_fn
+        self.is_leaf = node is None
+        self._edge: Edge | None = None if node is None else (node, tensor.output_nr)
+        self.stand_in = tensor if node is None else make_send(id, tensor)
+        self.reach = NOTHING if self._edge is None else graph.walk((self._edge,))
 
     @property
-    def token(self) -> torch.Tensor:
-        """The Send's output. Most passes do without it, so it is made when it is needed."""
-        if self._token is None:
-            assert self._tensor is not None
-            self._token = make_send(self.id, self._tensor)
-            self._tensor = None
-        return self._token
+    def edge(self) -> Edge:
+        if self._edge is None:
+            edge = torch.autograd.graph.get_gradient_edge(self.stand_in)
+            self._edge = (edge.node, edge.output_nr)
+        return self._edge
 
 
 @dataclass(eq=False)

@@ -56,9 +56,7 @@ NO_ROOTS = Roots()
 class Surroundings:
     """What a pass needs of its worker."""
 
-    wait: Callable[
-        [Waiter, int, float | None, Any], None
-    ]  # until done, or the deadline; who it comes from; watch
+    wait: Callable[[Waiter, int, float | None, Any], None]  # for what comes from a worker, until a deadline
     decode: Callable[[Envelope, Any], tuple[Gradient, ...]]
     post: Callable[[LocalPass, int, tuple[Gradient, ...]], None]  # to where the message came from
     find_sent: Callable[[Context, int], Sent]
@@ -215,42 +213,50 @@ class LocalPass:
             sent = self.sent[id] = self.around.find_sent(context, id)
             self.awaited_from[sent.message] = sent.to
             self.counts[sent.message] = self.counts.get(sent.message, 0) + 1
-        if self.sent:
-            self._add_sends(starts, gradients)
+        leaves = self._add_sends(starts, gradients) if self.sent else []
         keep = begin.retain_graph or begin.create_graph
         with self._as_current():
             if begin.wanted is not None or self.roots.inputs is not None:
                 self._run_for_inputs(tuple(starts), tuple(gradients), keep, begin)
             else:
-                self._run_for_leaves(tuple(starts), tuple(gradients), keep, begin, context)
+                self._run_for_leaves(tuple(starts), tuple(gradients), keep, begin, context, leaves)
 
-    def _add_sends(self, starts: list[Any], gradients: list[Any]) -> None:
-        """The tensors that were sent, as starts: directly where the gradient is here, behind a Wait where not."""
+    def _add_sends(self, starts: list[Any], gradients: list[Any]) -> list[Node]:
+        """The tensors that were sent, as starts: directly where the gradient is here, behind a Wait where not.
+        Returns the leaves among them."""
         with self.lock:
             arrived = set(self.part.arrived)
-        awaited: dict[int, list[torch.Tensor]] = {}
+        waits: dict[int, list[Sent]] = {}
+        last: list[torch.Tensor] = []
         for sent in self.sent.values():
-            if sent.message not in arrived:
-                awaited.setdefault(sent.message, []).append(sent.token)
-            elif type(sent.edge[0]) is nodes.AccumulateGrad or (gradient := self.take(sent.id)) is None:
-                # A leaf's gradient is kept without a copy if nobody else holds it, as a start's would be. And a Send
-                # says None as a node does: what is behind it runs.
-                starts.append(sent.token)
-                gradients.append(_ONE)
-            else:
+            # A leaf's gradient is kept without a copy if nobody else holds it, as a start's would be. And None is no
+            # start's gradient; but what is behind a node that returns None runs.
+            if sent.message in arrived and not sent.is_leaf and (gradient := self.take(sent.id)) is not None:
                 starts.append(GradientEdge(*sent.edge))
                 gradients.append(gradient)
-        if awaited:
-            starts.append(nodes.chain_waits([(message, awaited[message]) for message in wait_order(awaited)]))
-            gradients.append(_ONE)
+            else:
+                waits.setdefault(sent.message, []).append(sent)
+        leaves: list[Node] = []
+        for message in wait_order(waits):
+            of_message = sorted(waits[message], key=_leaves_first)
+            ids = tuple([sent.id for sent in of_message if sent.is_leaf])
+            last = [nodes.make_wait(message, ids, [*(sent.stand_in for sent in of_message), *last])]
+            leaves += [node for node, _ in last[0].grad_fn.next_functions[: len(ids)]]  # type: ignore[union-attr]
+        starts += last
+        gradients += [_ONE for _ in last]
+        return leaves
 
     def _run_for_leaves(
-        self, starts: Any, gradients: Any, keep: bool, begin: Begin, context: Context
+        self, starts: Any, gradients: Any, keep: bool, begin: Begin, context: Context, sent_leaves: list[Node]
     ) -> None:
-        graphs = [context.graph, *{s.graph for s in self.sent.values() if s.graph is not context.graph}]
+        leaves = dict.fromkeys([*sent_leaves, *self.roots.leaves])
+        checkpoints = list(self.roots.checkpoints)
+        graphs = {sent.graph for sent in self.sent.values()}
+        graphs.add(context.graph)
         with context.lock:  # others may walk it
-            leaves = [*self.roots.leaves, *(node for graph in graphs for node in graph.leaves)]
-            checkpoints = [*self.roots.checkpoints, *(node for graph in graphs for node in graph.checkpoints)]
+            for graph in graphs:
+                leaves.update(dict.fromkeys(graph.leaves))
+                checkpoints += graph.checkpoints
         for node in checkpoints:
             _watch_checkpoint(node)
         capture = self.capture = Capture(lambda: nodes.running() is self)
@@ -322,6 +328,10 @@ def wait_order(messages: Iterable[int]) -> list[int]:
     """The order in which Waits are chained. The engine takes them in reverse: the gradients of what was sent last are
     waited for first. Any other order can deadlock: see docs/backward.md."""
     return sorted(messages)
+
+
+def _leaves_first(sent: Sent) -> bool:
+    return not sent.is_leaf
 
 
 def _checked(gradients: tuple[Gradient, ...], sent: Sent) -> Gradient:

@@ -1,9 +1,9 @@
 """The nodes that telegrad puts into torch's graph.
 
     Send    its input is a tensor of a message, its output a token: its backward returns the gradient that
-            arrived for it. One for each tensor: what leads to one that was not used must not run
+            arrived for it. One for each tensor: what leads to one that was not used must not run. A leaf has none
     Recv    its outputs are the tensors of a received message: its backward sends their gradients away
-    Wait    in front of the Sends of a message whose gradients have not arrived yet: its backward waits for them
+    Wait    in front of the Sends (and leaves) of a message, for one pass: its backward waits for the gradients
     Beacon  stands by itself and runs first: it tells which pass an engine call belongs to
 
 The nodes hold numbers only, never the pass or the context. torch holds them where the garbage collector
@@ -131,10 +131,12 @@ class Wait(torch.autograd.Function):
     # Note [why a Wait has sequence number 0]
     # Of the nodes that are ready the engine takes the one with the highest number first. So a Wait, with the lowest,
     # blocks only when there is nothing else to do. No other node of the pass may have 0: the walk sees to it.
+    # Its inputs are leaves, tokens of Sends, and the Wait before it: `leaves` has the ids of the first ones.
     @staticmethod
-    def forward(ctx: Any, message: int, *tokens: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, message: int, leaves: tuple[int, ...], *inputs: torch.Tensor) -> torch.Tensor:
         ctx.message = message
-        ctx.count = len(tokens)
+        ctx.leaves = leaves
+        ctx.rest = len(inputs) - len(leaves)
         return torch.zeros(())
 
     @staticmethod
@@ -143,7 +145,7 @@ class Wait(torch.autograd.Function):
         if pass_ is None:
             raise GradientError(f"the Wait for message {ctx.message} was run outside of a backward pass")
         pass_.wait_for(ctx.message)
-        return None, *(gradient for _ in range(ctx.count))
+        return None, None, *map(pass_.take, ctx.leaves), *(gradient,) * ctx.rest
 
 
 # torch's Function.apply, without what it does for transforms (vmap and the like) that none of these nodes meets.
@@ -162,8 +164,11 @@ def make_beacon() -> torch.Tensor:
 
 def make_send(id: int, tensor: torch.Tensor) -> torch.Tensor:
     """A Send; its token."""
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+    if torch.is_grad_enabled() and type(tensor) is torch.Tensor:
         token: torch.Tensor = _apply_send(id, tensor)
+    else:
+        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+            token = _apply_send(id, tensor)
     node: Any = token.grad_fn
     if node._sequence_nr() == 0:
         node._set_sequence_nr(1)  # see Note [why a Wait has sequence number 0]
@@ -180,19 +185,17 @@ def make_recv(
         return _apply_recv(torch.empty(0, requires_grad=True), message, ids, context, tensors)  # type: ignore[no-any-return]
 
 
-def chain_waits(tokens: list[tuple[int, list[torch.Tensor]]]) -> torch.Tensor:
-    """Waits over the tokens of messages, given in the order of their sending; the last Wait's token. The engine
-    comes to the last one first."""
-    last: list[torch.Tensor] = []
-    with torch.enable_grad():
-        for message, own in tokens:
-            last = [_apply_wait(message, *own, *last)]
-            last[0].grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
-    return last[0]
+def make_wait(message: int, leaves: tuple[int, ...], inputs: list[torch.Tensor]) -> torch.Tensor:
+    """A Wait; its token. The engine comes to it when there is nothing else to do."""
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        token: torch.Tensor = _apply_wait(message, leaves, *inputs)
+    token.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
+    return token
 
 
 def _type_of_leaf_nodes() -> type:
-    token = make_send(0, torch.empty(0, requires_grad=True))
+    with torch.inference_mode(False):
+        token = make_send(0, torch.empty(0, requires_grad=True))
     return type(token.grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 
