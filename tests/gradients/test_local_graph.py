@@ -5,22 +5,22 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from telegrad.gradients.contexts import Contexts
-from telegrad.gradients.local_graph import NOTHING, find_received, leads_to, members, walk
-from telegrad.gradients.nodes import AccumulateGrad, CheckpointNode, Recv, RecvNode
+from telegrad.gradients.local_graph import NOTHING, Graph, find_received, leads_to
+from telegrad.gradients.nodes import AccumulateGrad, CheckpointNode, RecvNode, make_recv
 
 CONTEXT = 1000
 
 
 def receive(*ids: int) -> tuple[torch.Tensor, ...]:
     """Tensors as if they had come from another worker, in one message."""
-    anchor = torch.empty(0, requires_grad=True)
-    return Recv.apply(anchor, ids[0], ids, CONTEXT, [torch.ones(2) for _ in ids])
+    return make_recv(ids[0], ids, CONTEXT, [torch.ones(2) for _ in ids])
 
 
 def leaf() -> torch.Tensor:
@@ -44,9 +44,11 @@ class Groups:
         return -len(self.of)
 
     def flatten(self, ids) -> set[int]:
-        found = set()
-        for id in ids:
-            found |= {id} if id > 0 else self.flatten(self.of[id])
+        found, waiting = set(), list(ids)
+        while waiting:
+            id = waiting.pop()
+            found |= {id} if id > 0 else set()
+            waiting.extend(self.of.get(id, ()))
         return found
 
 
@@ -70,115 +72,113 @@ def brute_force(edges) -> tuple[set[int], set, set]:
     return received, leaves, checkpoints
 
 
-def found_by_walk(edges, known, groups) -> tuple[set[int], set, set]:
-    reach = walk(edges, known, groups)
-    return groups.flatten(reach.received), set(members([reach.leaves])), set(members([reach.checkpoints]))
+@pytest.fixture
+def groups() -> Groups:
+    return Groups()
+
+
+@pytest.fixture
+def graph(groups: Groups) -> Iterator[Graph]:
+    graph = Graph(groups)
+    yield graph
+    graph.clear()
+    assert len(graph.known) == 1 and not graph.leaves and not graph.checkpoints
 
 
 # -- by hand -----------------------------------------------------------------------------------------------
 
 
-def test_nothing_leads_to_nothing():
-    assert walk([], {}, Groups()) is NOTHING
-    assert walk([(None, 0)], {}, Groups()) is NOTHING
+def test_nothing_leads_to_nothing(graph):
+    assert graph.walk([]) == graph.walk([(None, 0)]) == NOTHING
 
 
-def test_each_tensor_of_a_message_stands_for_itself():
+def test_each_tensor_of_a_message_stands_for_itself(graph):
     #      message (7, 8, 9):   7 ──╮
     #                           8   ├─▶ product ──▶ start
     #                           9 ──╯
     first, _, third = receive(7, 8, 9)
-    reach = walk([edge_of(first * third)], {}, Groups())
-    assert reach.received == {7, 9}
-    assert not reach.leaves and not reach.checkpoints
+    assert graph.walk([edge_of(first * third)]) == {7, 9}
+    assert not graph.leaves and not graph.checkpoints
 
 
-def test_a_start_may_be_received_itself_or_a_leaf():
+def test_a_start_may_be_received_itself_or_a_leaf(graph):
     received, weight = receive(7, 8)[1], leaf()
-    reach = walk([edge_of(received), edge_of(weight)], {}, Groups())
-    assert reach.received == {8}
-    assert reach.leaves == {edge_of(weight)[0]}
+    assert graph.walk([edge_of(received), edge_of(weight)]) == {8}
+    assert graph.leaves == [edge_of(weight)[0]]
 
 
-def test_leaves_and_received_tensors_of_one_graph():
+def test_leaves_and_received_tensors_of_one_graph(graph):
     weight, bias, (x,) = leaf(), leaf(), receive(7)
-    reach = walk([edge_of(torch.tanh(x * weight + bias))], {}, Groups())
-    assert reach.received == {7}
-    assert {node.variable for node in members([reach.leaves])} == {weight, bias}
+    y = torch.tanh(x * weight + bias)
+    assert graph.walk([edge_of(y * bias)]) == {7}
+    assert {node.variable for node in graph.leaves} == {weight, bias}
+    assert len(graph.leaves) == 2  # each once
 
 
-def test_more_than_a_few_received_tensors_become_a_group():
-    groups = Groups()
-    tensors = receive(*range(1, 31))
-    reach = walk([edge_of(torch.stack(tensors).sum())], {}, groups)
-    assert len(reach.received) <= 8
-    assert groups.flatten(reach.received) == set(range(1, 31))
-
-
-def test_more_than_a_few_leaves_become_a_group():
-    leaves = [leaf() for _ in range(30)]
-    reach = walk([edge_of(torch.stack(leaves).sum())], {}, Groups())
-    assert len(reach.leaves) <= 8
-    assert {node.variable for node in members([reach.leaves])} == set(leaves)
-    assert len(members([reach.leaves, reach.leaves])) == 30  # each once
+def test_more_than_a_few_received_tensors_become_a_group(graph, groups):
+    reach = graph.walk([edge_of(torch.stack(receive(*range(1, 31))).sum())])
+    assert len(reach) <= 8
+    assert groups.flatten(reach) == set(range(1, 31))
 
 
 @pytest.mark.parametrize("length", [1, 5_000])
-def test_a_chain_that_takes_one_more_at_each_step_stays_small(length):
+def test_a_chain_that_takes_one_more_at_each_step_stays_small(graph, groups, length):
     #      1   2   3 ...
     #      ▼   ▼   ▼
     #      h ─ h ─ h ─ ... ──▶ start
-    groups, known, h = Groups(), {}, leaf() * 1
+    h = leaf() * 1
     for id in range(1, length + 1):
         h = h + receive(id)[0]
-        reach = walk([edge_of(h)], known, groups)
-        assert len(reach.received) <= 9
+        reach = graph.walk([edge_of(h)])
+        assert len(reach) <= 8
     assert len(groups.of) <= length // 7 + 1
-    found, waiting = set(), list(reach.received)
-    while waiting:
-        id = waiting.pop()
-        found |= {id} if id > 0 else set()
-        waiting.extend(groups.of.get(id, ()))
-    assert found == set(range(1, length + 1))
+    assert groups.flatten(reach) == set(range(1, length + 1))
 
 
-def test_many_walks_over_one_history_cost_one_walk():
-    groups, known, h = Groups(), {}, leaf() * 1
+def test_many_walks_over_one_history_cost_one_walk(graph):
+    h = leaf() * 1
     for _ in range(1_000):
         h = h * 2
-    walk([edge_of(h)], known, groups)
-    visited = len(known)
+    graph.walk([edge_of(h)])
+    visited = len(graph.known)
     for n in range(100):
-        walk([edge_of(h + n)], known, groups)
-    assert len(known) == visited + 100
+        graph.walk([edge_of(h + n)])
+    assert len(graph.known) == visited + 100
+    assert len(graph.leaves) == 1
 
 
-def test_reentrant_checkpoints_are_found_and_the_others_are_not():
+def test_reentrant_checkpoints_are_found_and_the_others_are_not(graph):
     (x,), weight = receive(7), leaf()
     y = checkpoint(torch.tanh, x, use_reentrant=True) + weight
     y = checkpoint(torch.sin, y, use_reentrant=False)
     y = checkpoint(torch.tanh, y, use_reentrant=True)
-    reach = walk([edge_of(y)], {}, Groups())
-    nodes = members([reach.checkpoints])
-    assert [type(node) for node in nodes] == [CheckpointNode] * 2
-    assert reach.received == {7}
-    assert {node.variable for node in members([reach.leaves])} == {weight}
+    assert graph.walk([edge_of(y)]) == {7}
+    assert [type(node) for node in graph.checkpoints] == [CheckpointNode] * 2
+    assert {node.variable for node in graph.leaves} == {weight}
 
 
-def test_a_node_with_sequence_number_0_gets_1():
+def first_of_a_thread(make) -> torch.Tensor:
+    """What is made where nothing was made before."""
     made = []
-
-    def make() -> None:
-        made.append(leaf() * 2)  # the first node of its thread
-        made.append(made[0] * 2)
-
-    thread = threading.Thread(target=make)
+    thread = threading.Thread(target=lambda: made.append(make()))
     thread.start()
     thread.join(10)
-    first, second = (tensor.grad_fn for tensor in made)
-    assert (first._sequence_nr(), second._sequence_nr()) == (0, 1)
-    walk([(second, 0)], {}, Groups())
-    assert (first._sequence_nr(), second._sequence_nr()) == (1, 1)
+    return made[0]
+
+
+def test_a_node_with_sequence_number_0_gets_1(graph):
+    first = first_of_a_thread(lambda: leaf() * 2)
+    second = torch.tanh(first)
+    assert first.grad_fn._sequence_nr() == 0
+    graph.walk([edge_of(second)])
+    assert first.grad_fn._sequence_nr() == 1
+
+
+def test_a_recv_with_sequence_number_0_gets_1(graph):
+    (received,) = first_of_a_thread(lambda: receive(7))
+    assert received.grad_fn._sequence_nr() == 0
+    graph.walk([edge_of(received)])
+    assert received.grad_fn._sequence_nr() == 1
 
 
 def test_the_received_tensor_of_an_id_is_found():
@@ -188,6 +188,21 @@ def test_the_received_tensor_of_an_id_is_found():
     assert find_received(starts, 8) is x.grad_fn
     assert find_received(starts, 9) is None
     assert find_received([edge_of(x * z)], 9) is z.grad_fn
+
+
+def test_what_a_send_leads_to_is_remembered_and_what_a_loss_leads_to_is_not(graph):
+    #      7, u ──▶ h ──▶ sent          h, v, 8 ──▶ loss
+    u, v = leaf(), leaf()
+    h = receive(7)[0] * u
+    loss = checkpoint(torch.tanh, h * v * receive(8)[0], use_reentrant=True).sum()
+    graph.walk([edge_of(h)])
+    known, leaves = dict(graph.known), list(graph.leaves)
+    for _ in range(2):
+        reach, new_leaves, new_checkpoints = graph.walk_once([edge_of(loss)])
+        assert reach == {7, 8}
+        assert [node.variable for node in new_leaves] == [v]
+        assert len(new_checkpoints) == 1
+        assert graph.known == known and graph.leaves == leaves and not graph.checkpoints
 
 
 # -- what leads to given edges -----------------------------------------------------------------------------
@@ -210,14 +225,15 @@ def test_leads_to_tells_the_outputs_of_one_node_apart():
     assert not leads_to((first * 2).grad_fn, {edge_of(second)}, {})
 
 
-def test_a_long_chain_is_no_problem():
+def test_a_long_chain_is_no_problem(graph):
     weight = leaf()
     h = weight * 1
-    for _ in range(20_000):
+    for _ in range(50_000):
         h = h + 1
     assert leads_to(h.grad_fn, {edge_of(weight)}, {})
-    reach = walk([edge_of(h)], {}, Groups())
-    assert [node.variable for node in members([reach.leaves])] == [weight]
+    graph.walk([edge_of(h)])
+    assert [node.variable for node in graph.leaves] == [weight]
+    del h
 
 
 # -- random graphs -----------------------------------------------------------------------------------------
@@ -250,10 +266,26 @@ def test_walks_against_brute_force():
     for seed in range(100):
         rng = random.Random(seed)
         tensors = random_graph(rng)
-        groups, known = Groups(), {}
+        groups = Groups()
+        graph = Graph(groups)
+        leaves, checkpoints = set(), set()
         for _ in range(10):  # which share what they know
             edges = [edge_of(t) for t in rng.sample(tensors, rng.randint(1, min(4, len(tensors))))]
-            assert found_by_walk(edges, known, groups) == brute_force(edges), f"seed {seed}"
+            received, more_leaves, more_checkpoints = brute_force(edges)
+            if rng.random() < 0.5:
+                reach, new_leaves, new_checkpoints = graph.walk_once(edges)
+                assert leaves | set(new_leaves) >= more_leaves, f"seed {seed}"
+                assert checkpoints | set(new_checkpoints) >= more_checkpoints, f"seed {seed}"
+            else:
+                reach = graph.walk(edges)
+                leaves |= more_leaves
+                checkpoints |= more_checkpoints
+            assert len(reach) <= 8
+            assert groups.flatten(reach) == received, f"seed {seed}"
+            # All that walks came through, each once.
+            assert sorted(map(id, graph.leaves)) == sorted(map(id, leaves)), f"seed {seed}"
+            assert sorted(map(id, graph.checkpoints)) == sorted(map(id, checkpoints)), f"seed {seed}"
+        graph.clear()
 
 
 def leads_to_by_brute_force(node, targets) -> bool:
@@ -279,27 +311,15 @@ def test_leads_to_against_brute_force():
             assert leads_to(node, targets, known) == leads_to_by_brute_force(node, targets), f"seed {seed}"
 
 
-# -- through a context, as sending and backward() do it ----------------------------------------------------
-
-
-def test_what_a_send_leads_to_is_remembered_and_what_a_loss_leads_to_is_not():
-    contexts = Contexts(1, itertools.count(1).__next__)
-    context = contexts.new()
-    h = receive(7)[0] * leaf()
-    loss = h.sum()
-    before = contexts.reach_of(context, [edge_of(h)])
-    known = dict(context.known)
-    assert before.received == {7}
-    assert contexts.reach_of(context, [edge_of(loss)], remember=False).received == {7}
-    assert context.known == known
-    assert loss.grad_fn not in context.known
+# -- in a context ------------------------------------------------------------------------------------------
 
 
 def test_groups_are_entries_of_their_context():
     contexts = Contexts(1, itertools.count(100).__next__)
     context = contexts.new()
-    reach = contexts.reach_of(context, [edge_of(torch.stack(receive(*range(1, 21))).sum())])
-    assert any(id < 0 for id in reach.received)
-    assert len(contexts.log) >= 1
+    reach = context.graph.walk([edge_of(torch.stack(receive(*range(1, 21))).sum())])
+    assert any(id < 0 for id in reach)
+    assert all(id in contexts.log for id in reach if id < 0)
     contexts.take_out(context.id)
     assert len(contexts.log) == 0
+    assert len(context.graph.known) == 1

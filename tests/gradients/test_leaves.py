@@ -1,0 +1,393 @@
+"""Leaf gradients: taken before they reach `.grad`, and added up as torch's AccumulateGrad would."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from telegrad.gradients.leaves import Capture, GradientTable, accumulated
+
+PATIENCE = 10.0  # seconds
+
+
+def node_of(leaf: torch.Tensor):
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def capture_backward(
+    loss: torch.Tensor, leaves: Iterable[torch.Tensor], *, create_graph: bool = False
+) -> GradientTable:
+    """Runs backward, and gives what would have gone to the leaves' `.grad`."""
+    capture = Capture(lambda: True)
+    capture.watch([node_of(leaf) for leaf in leaves])
+    try:
+        loss.backward(create_graph=create_graph)
+    finally:
+        capture.close()
+    return capture.gradients
+
+
+class Gives(torch.autograd.Function):
+    """The identity, whose gradient is made by `make` out of the one that comes."""
+
+    @staticmethod
+    def forward(ctx, x, make):
+        ctx.make = make
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.make(gradient), None
+
+
+# -- against AccumulateGrad --------------------------------------------------------------------------------
+
+
+def embed(weight: torch.Tensor) -> torch.Tensor:
+    return F.embedding(torch.tensor([1, 3, 3]), weight, sparse=True).sum()
+
+
+def embed_and_more(weight: torch.Tensor) -> torch.Tensor:
+    return embed(weight) + weight.square().sum()
+
+
+LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dense": lambda w: (w * w).sum(),
+    "expanded": lambda w: w.sum(),  # whose gradient has stride 0
+    "transposed": lambda w: (w.t() * torch.arange(20.0).view(4, 5)).sum(),
+    "part": lambda w: w[1:3, ::2].sum(),
+    "conj": lambda w: (torch.complex(w, w).conj() * 1j).real.square().sum(),
+    "sparse": embed,
+    "dense and sparse at once": embed_and_more,
+}
+SEQUENCES = [
+    *([name, name] for name in LOSSES),
+    ["sparse", "dense"],
+    ["dense", "sparse"],
+    ["sparse", "sparse", "dense", "sparse"],
+    ["expanded", "part"],
+]
+
+
+def contiguous() -> torch.Tensor:
+    return torch.linspace(-1, 1, 20).view(5, 4)
+
+
+def column_major() -> torch.Tensor:
+    return torch.linspace(-1, 1, 20).view(4, 5).t()
+
+
+def with_gaps() -> torch.Tensor:
+    return torch.linspace(-1, 1, 40).view(5, 8)[:, ::2]
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")  # so says torch
+@pytest.mark.parametrize("make", [contiguous, column_major, with_gaps])
+@pytest.mark.parametrize("names", SEQUENCES, ids="+".join)
+def test_gradients_add_up_as_in_grad(names, make):
+    with_grad, captured = make().requires_grad_(), make().requires_grad_()
+    table = GradientTable()
+    for name in names:
+        LOSSES[name](with_grad).backward()
+        table.take_over(capture_backward(LOSSES[name](captured), [captured]))
+        found, expected = table.get(captured), with_grad.grad
+        assert captured.grad is None
+        assert found.layout is expected.layout
+        if expected.is_sparse:
+            assert torch.equal(found.to_dense(), expected.to_dense())
+        else:
+            assert found.stride() == expected.stride(), "a gradient lies in memory as its leaf does"
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_gradients_have_their_leafs_dtype(dtype):
+    weight = torch.ones(3, dtype=dtype, requires_grad=True)
+    table = capture_backward((weight * 2).abs().sum(), [weight])
+    assert table.get(weight).dtype is dtype
+    assert torch.equal(table.get(weight), torch.full((3,), 2, dtype=dtype))
+
+
+# -- whose memory it is ------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_nobody_else_holds_is_kept_without_a_copy():
+    addresses = []
+
+    def make(gradient):
+        made = torch.full((1000,), 3.0)
+        addresses.append(made.data_ptr())
+        return made
+
+    weight = torch.ones(1000, requires_grad=True)
+    table = capture_backward(Gives.apply(weight, make).sum(), [weight])
+    assert table.get(weight).data_ptr() == addresses[0]
+    # As in torch.
+    Gives.apply(weight, make).sum().backward()
+    assert weight.grad.data_ptr() == addresses[1]
+
+
+def test_a_gradient_that_torch_has_made_is_kept_without_a_copy():
+    addresses = []
+    weight = torch.ones(1000, requires_grad=True)
+    weight.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
+    table = capture_backward((weight * weight).sum(), [weight])
+    assert table.get(weight).data_ptr() == addresses[0]
+
+
+def test_two_leaves_with_one_gradient_do_not_share_memory():
+    #      u ──╮
+    #          ├─▶ u + v ──▶ loss      the sum passes one tensor on to both
+    #      v ──╯
+    u, v = (torch.ones(3, requires_grad=True) for _ in range(2))
+    table = capture_backward(((u + v) * torch.ones(3)).sum(), [u, v])
+    table.get(u).add_(1)
+    assert torch.equal(table.get(v), torch.ones(3))
+
+
+# -- `.grad` is left alone ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_grad_is_left_alone(hooked):
+    weight = torch.ones(3, requires_grad=True)
+    if hooked:
+        weight.register_post_accumulate_grad_hook(lambda leaf: None)
+    capture_backward((weight * 2).sum(), [weight])
+    assert weight.grad is None
+    before = weight.grad = torch.full((3,), 7.0)
+    table = capture_backward((weight * 2).sum(), [weight])
+    assert weight.grad is before
+    assert torch.equal(before, torch.full((3,), 7.0))
+    assert torch.equal(table.get(weight), torch.full((3,), 2.0))
+
+
+def test_after_the_capture_backward_goes_to_grad_again():
+    weight = torch.ones(3, requires_grad=True)
+    capture_backward((weight * 2).sum(), [weight])
+    (weight * 3).sum().backward()
+    assert torch.equal(weight.grad, torch.full((3,), 3.0))
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_another_threads_backward_through_the_same_leaf_is_left_alone(hooked):
+    """It runs while the capture does, in the middle of its backward."""
+    weight = torch.ones(3, requires_grad=True)
+    if hooked:
+        weight.register_post_accumulate_grad_hook(lambda leaf: None)
+    own = threading.get_ident()
+    capture = Capture(lambda: threading.get_ident() == own)
+
+    def make(gradient):
+        thread = threading.Thread(target=lambda: (weight * 5).sum().backward())
+        thread.start()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+        return gradient * 2
+
+    loss = Gives.apply(weight, make).sum()
+    capture.watch([node_of(weight)])
+    loss.backward()
+    capture.close()
+    assert torch.equal(weight.grad, torch.full((3,), 5.0))
+    assert torch.equal(capture.gradients.get(weight), torch.full((3,), 2.0))
+
+
+def test_two_captures_at_once_each_take_their_own():
+    weight = torch.ones(3, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda leaf: None)
+    found = {}
+
+    def run(factor: int) -> None:
+        own = threading.get_ident()
+        for _ in range(20):
+            capture = Capture(lambda: threading.get_ident() == own)
+            loss = (weight * factor).sum()
+            capture.watch([node_of(weight)])
+            loss.backward()
+            capture.close()
+            found.setdefault(factor, []).append(capture.gradients.get(weight).tolist())
+
+    threads = [threading.Thread(target=run, args=(factor,)) for factor in (2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert found == {factor: [[float(factor)] * 3] * 20 for factor in (2, 3, 4)}
+    assert weight.grad is None
+
+
+# -- hooks -------------------------------------------------------------------------------------------------
+
+
+def test_hooks_of_every_kind_run_once_in_torchs_order_on_the_whole_gradient():
+    #      w ──▶ w * 2 ──╮
+    #       ╲            ├─▶ loss      two ways to the leaf, one gradient
+    #        ╰─▶ w * 3 ──╯
+    def run(by_capture: bool) -> list[tuple[str, float]]:
+        seen: list[tuple[str, float]] = []
+        weight = torch.ones(1, requires_grad=True)
+
+        def double(gradient):
+            seen.append(("hook", gradient.item()))
+            return gradient * 2
+
+        weight.register_hook(double)
+        node = node_of(weight)
+        node.register_prehook(lambda g: seen.append(("prehook", g[0].item())))
+        weight.register_post_accumulate_grad_hook(lambda leaf: seen.append(("post", leaf.grad.item())))
+        loss = (weight * 2).sum() + (weight * 3).sum()
+        if by_capture:
+            table = capture_backward(loss, [weight])
+            seen.append(("result", table.get(weight).item()))
+        else:
+            loss.backward()
+            seen.append(("result", weight.grad.item()))
+        return seen
+
+    expected = [("hook", 5.0), ("prehook", 10.0), ("post", 10.0), ("result", 10.0)]
+    assert run(by_capture=False) == expected
+    assert run(by_capture=True) == expected
+
+
+def test_hooks_on_the_node_run_without_post_accumulate_hooks_too():
+    weight, seen = torch.ones(1, requires_grad=True), []
+    node = node_of(weight)
+    node.register_hook(lambda *_: seen.append("hook of the node"))
+    table = capture_backward((weight * 2).sum(), [weight])
+    assert seen == ["hook of the node"]
+    assert table.get(weight).item() == 2
+
+
+def test_what_a_post_accumulate_hook_does_to_the_gradient_counts():
+    weight = torch.ones(3, requires_grad=True)
+
+    def scale(leaf: torch.Tensor) -> None:
+        leaf.grad.mul_(10)
+
+    weight.register_post_accumulate_grad_hook(scale)
+    assert capture_backward((weight * 2).sum(), [weight]).get(weight).tolist() == [20.0] * 3
+
+
+def test_a_post_accumulate_hook_that_takes_the_gradient_away():
+    """As optimizers that step in backward do: it is theirs, and there is nothing to keep."""
+    weight, taken = torch.ones(3, requires_grad=True), []
+
+    def take(leaf: torch.Tensor) -> None:
+        taken.append(leaf.grad)
+        leaf.grad = None
+
+    weight.register_post_accumulate_grad_hook(take)
+    weight.grad = before = torch.full((3,), 7.0)
+    assert capture_backward((weight * 2).sum(), [weight]).get(weight) is None
+    assert [g.tolist() for g in taken] == [[2.0] * 3]
+    assert weight.grad is before
+
+
+@pytest.mark.parametrize("kind", ["hook", "post"])
+def test_a_hook_that_raises_leaves_grad_as_it_was(kind):
+    weight = torch.ones(3, requires_grad=True)
+    weight.grad = before = torch.full((3,), 7.0)
+
+    def fail(_) -> None:
+        raise ZeroDivisionError("in a hook")
+
+    if kind == "hook":
+        handle = weight.register_hook(fail)
+    else:
+        handle = weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(ZeroDivisionError, match="in a hook"):
+        capture_backward((weight * 2).sum(), [weight])
+    assert weight.grad is before
+    handle.remove()
+    # And nothing is locked or watched any more.
+    weight.register_post_accumulate_grad_hook(lambda leaf: None)
+    assert capture_backward((weight * 2).sum(), [weight]).get(weight).tolist() == [2.0] * 3
+
+
+# -- gradients with a graph of their own -------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Using backward\\(\\) with create_graph=True"
+)  # which would be a cycle in `.grad`
+@pytest.mark.parametrize("hooked", [False, True])
+def test_with_create_graph_gradients_keep_their_history_and_are_added_out_of_place(hooked):
+    weight = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    if hooked:
+        weight.register_post_accumulate_grad_hook(lambda leaf: None)
+    table = capture_backward(weight**3, [weight], create_graph=True)
+    first = table.get(weight)
+    (second,) = torch.autograd.grad(first, weight, retain_graph=True)
+    assert second.item() == 18.0
+    table.take_over(capture_backward(weight**2, [weight], create_graph=True))
+    assert first.item() == 27.0, "the first gradient may be part of a graph: it was not changed"
+    assert table.get(weight).item() == 33.0
+    (second,) = torch.autograd.grad(table.get(weight), weight)
+    assert second.item() == 20.0
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_a_sum_of_one_gradient_with_history_and_one_without():
+    weight = torch.tensor(3.0, requires_grad=True)
+    table = capture_backward(weight**3, [weight])
+    table.take_over(capture_backward(weight**2, [weight], create_graph=True))
+    assert table.get(weight).requires_grad
+    assert table.get(weight).item() == 33.0
+
+
+# -- the table ---------------------------------------------------------------------------------------------
+
+
+def test_leaves_are_told_apart_by_identity():
+    twins = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    table = GradientTable()
+    for place, leaf in enumerate(twins):
+        table.add(leaf, torch.full((3,), float(place)))
+    assert len(table) == 2
+    assert [table.copy()[leaf][0].item() for leaf in twins] == [0.0, 1.0]
+    assert table.get(torch.ones(3)) is None
+
+
+def test_a_table_is_taken_over_by_another():
+    leaf, other = (torch.ones(3, requires_grad=True) for _ in range(2))
+    context, finished = GradientTable(), GradientTable()
+    context.add(leaf, torch.ones(3))
+    finished.add(leaf, torch.ones(3))
+    finished.add(other, torch.ones(3))
+    context.take_over(finished)
+    assert len(finished) == 0
+    assert context.get(leaf).tolist() == [2.0] * 3
+    assert context.get(other).tolist() == [1.0] * 3
+
+
+def test_a_table_goes_to_the_leaves_grad():
+    leaf, other = (torch.ones(3, requires_grad=True) for _ in range(2))
+    leaf.grad = torch.ones(3)
+    table = GradientTable()
+    for tensor in (leaf, other):
+        table.add(tensor, torch.ones(3))
+    table.add_to_leaves()
+    assert len(table) == 0
+    assert leaf.grad.tolist() == [2.0] * 3
+    assert other.grad.tolist() == [1.0] * 3
+
+
+def test_replace_and_clear():
+    leaf, table = torch.ones(3, requires_grad=True), GradientTable()
+    table.add(leaf, torch.ones(3))
+    table.replace(leaf, torch.zeros(3))
+    assert table.get(leaf).tolist() == [0.0] * 3
+    table.clear()
+    assert len(table) == 0 and table.get(leaf) is None
+
+
+def test_a_gradient_made_in_inference_mode_is_added_to_out_of_place():
+    with torch.inference_mode():
+        old = torch.ones(3)
+    assert accumulated(old, torch.ones(3)).tolist() == [2.0] * 3
+    assert old.tolist() == [1.0] * 3
