@@ -42,6 +42,7 @@ class Sender(Protocol):
 class Mail:
     def __init__(self, worker: Sender, codec: Codec, peers: Peers, reader: Reader, threads: Threads) -> None:
         self._worker = worker
+        self.new_message_id = worker.new_message_id
         self._codec = codec
         self._peers = peers
         self._reader = reader
@@ -81,9 +82,6 @@ class Mail:
 
     def submit(self, task: Callable[[], None]) -> None:
         self._threads.submit(task)
-
-    def new_message_id(self) -> int:
-        return self._worker.new_message_id()
 
     def name_of(self, worker_id: int) -> str:
         return self._peers.name_of(worker_id)

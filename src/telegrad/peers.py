@@ -147,7 +147,7 @@ class Peers:
             PeerLostError: it cannot be reached any more.
             VersionError: it speaks another wire version.
         """
-        peer = self._known.get(to) if type(to) is str else None
+        peer = self._known.get(to) if isinstance(to, str | int) else None
         if peer is None:
             peer = self.find(to)
         if peer.connection is not None:

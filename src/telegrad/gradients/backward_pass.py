@@ -104,10 +104,7 @@ class Part:
     state: State = State.EARLY
     sends: tuple[int, ...] = ()  # that will get gradients, in the order of their sending
     arrived: set[int] = field(default_factory=set)
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in (State.FINISHED, State.ABORTED)
+    is_over: bool = False  # FINISHED or ABORTED
 
     def on_begin(self, sends: Iterable[int]) -> list[PartInstruction]:
         if self.is_over:
@@ -154,6 +151,7 @@ class Part:
         """The root's last word; or the root is gone, or the context is."""
         if self.is_over:
             return [] if aborted else [Late("the end of a pass")]
+        self.is_over = True
         was, self.state = self.state, State.ABORTED
         if not aborted and was is State.REPORTED:
             self.state = State.FINISHED
