@@ -1,0 +1,412 @@
+"""Random distributed graphs: each is run by workers and, once more, in one thread with plain autograd.
+
+    program = make_program(Random(seed))
+    expected = run_locally(program)
+    with Party() as party:
+        compare(expected, party.run(program))
+
+What must be equal: the gradient of every leaf in every context, `.grad` of leaves and of tensors that retain it,
+what every hook and every custom function saw and how often, and how many gradient messages went from whom to whom.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from types import TracebackType
+from typing import Any
+
+import torch
+from graph_maker import MOST_WORKERS, make_program
+from graph_programs import Call, Place, Program, pack, unpack
+from graph_reference import Outcome, run_locally
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import telegrad
+from telegrad import autograd, current, rpc
+from telegrad.events import Event
+
+_PLACES: dict[tuple[int, int], Place] = {}  # (run, worker) -> that worker's part of the run
+_run_numbers = itertools.count(1)
+
+
+def serve(run: int, worker: int, body: int, packing: str, arguments: Any) -> Any:
+    """What a call runs on the worker that is called."""
+    results = _PLACES[run, worker].run(body, unpack(arguments))
+    return pack(results, packing)
+
+
+def run_pass(run: int, worker: int, number: int, context: int, timeout: float) -> None:
+    """A backward pass, from the worker that it starts on."""
+    place = _PLACES[run, worker]
+    each = place.program.passes[number]
+    roots, seeds = place.roots(each)
+    autograd.backward(
+        context,
+        roots,
+        each.retain,
+        grad_tensors=None if all(s is None for s in seeds) else seeds,
+        timeout=timeout,
+        into=each.into,
+    )
+
+
+class RemoteWire:
+    """Calls go to other workers. `contexts` are those that the program has entered."""
+
+    def __init__(self, run: int, program: Program, names: Sequence[str]) -> None:
+        self.run = run
+        self.program = program
+        self.names = names
+        self.contexts: list[int] = []
+        self.open = contextlib.ExitStack()
+
+    def call(self, caller: int, call: Call, tensors: list[Tensor]) -> Sequence[Tensor]:
+        return unpack(rpc.rpc_sync(self.names[call.to], serve, args=self._arguments(call, tensors)))
+
+    def call_async(self, caller: int, call: Call, tensors: list[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        future = rpc.rpc_async(self.names[call.to], serve, args=self._arguments(call, tensors))
+        return lambda: unpack(future.wait())
+
+    def _arguments(self, call: Call, tensors: list[Tensor]) -> tuple[Any, ...]:
+        packing = self.program.bodies[call.body].packing
+        return self.run, call.to, call.body, packing, pack(tensors, call.packing)
+
+    def nest(self) -> None:
+        self.contexts.append(self.open.enter_context(autograd.context()))
+
+    def on_skip(self, call: int, value: Tensor) -> None:
+        pass
+
+
+def warm_up() -> None:
+    """torch imports much when the first checkpoint is made, which takes seconds."""
+    for reentrant in (False, True):
+        checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=reentrant)
+
+
+class Party:
+    """In-process workers that run programs, one after the other.
+
+    Args:
+        disturb: the share of programs in which messages are held up at random, and threads switched often.
+        timeout: how many seconds a backward pass may take.
+    """
+
+    def __init__(self, *, disturb: float = 0.3, timeout: float = 30.0) -> None:
+        self.timeout = timeout
+        self._disturb = disturb
+        self._rng = Random(0)
+        self._delays = False
+        self._undo = contextlib.ExitStack()
+        self._sent: list[
+            tuple[int, int, str]
+        ] = []  # gradients: from, to, of which Send; appended by any thread
+        self._received: list[tuple[int, int, str]] = []
+        self._on_the_way: Counter[tuple[int, int, str]] = Counter()  # sent, and not yet seen to be received
+        self.names = [f"w{i}" for i in range(MOST_WORKERS)]
+
+    def __enter__(self) -> Party:
+        warm_up()
+        self._switch_interval = sys.getswitchinterval()
+        self._undo.callback(sys.setswitchinterval, self._switch_interval)
+        first, *others = self.names
+        cluster = telegrad.LocalCluster(others, transport="inproc", driver=first)
+        self._undo.enter_context(cluster)
+        self._workers = list(cluster._in_process)
+        for number, worker in enumerate(self._workers):
+            self._undo.callback(worker.events.subscribe(self._subscriber(number)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo.close()
+        self._workers.clear()
+
+    def _subscriber(self, number: int) -> Callable[[Event], None]:
+        def see(event: Event) -> None:
+            if event.phase != "started":
+                return
+            if event.kind == "gradients":
+                peer = self.names.index(event.peer)
+                if event.stage == "send":
+                    self._sent.append((number, peer, event.detail))
+                else:
+                    self._received.append((peer, number, event.detail))
+            if self._delays and self._rng.random() < 0.25:
+                time.sleep(self._rng.random() ** 4 * 0.002)
+
+        return see
+
+    @contextlib.contextmanager
+    def on(self, worker: int) -> Iterator[None]:
+        """Code that runs on a worker."""
+        token = current.worker_var.set(self._workers[worker])
+        try:
+            yield
+        finally:
+            current.worker_var.reset(token)
+
+    def run(self, program: Program, seed: int = 0) -> Outcome:
+        """Runs a program. `seed` is for what holds its messages up."""
+        outcome = Outcome()
+        run = next(_run_numbers)
+        wire = RemoteWire(run, program, self.names)
+        places = [Place(program, worker, wire) for worker in range(program.workers)]
+        _PLACES.update({(run, place.worker): place for place in places})
+        self._rng.seed(seed)
+        self._delays = self._rng.random() < self._disturb
+        sys.setswitchinterval(self._rng.choice((1e-5, 1e-3)) if self._delays else self._switch_interval)
+        try:
+            with torch.autograd.set_detect_anomaly(program.anomaly), wire.open:
+                wire.nest()
+                places[0].run(0, [])
+                self._run_passes(wire, outcome)
+                self._collect(wire, places, outcome)
+        finally:
+            for place in places:
+                del _PLACES[run, place.worker]
+                place.clear()
+            if outcome.error is not None:
+                self._forget_messages()
+        return outcome
+
+    def _forget_messages(self) -> None:
+        """After a pass has failed: which of its messages went is not known, and some may go only now."""
+        try:
+            self.check_nothing_is_left(messages=False)
+        finally:
+            for noted in (self._sent, self._received, self._on_the_way):
+                noted.clear()
+
+    def _run_passes(self, wire: RemoteWire, outcome: Outcome) -> None:
+        for number, each in enumerate(wire.program.passes):
+            arguments = (wire.run, each.worker, number, wire.contexts[each.context], self.timeout)
+            try:
+                if each.worker == 0:
+                    run_pass(*arguments)
+                else:
+                    rpc.rpc_sync(self.names[each.worker], run_pass, args=arguments)
+            except RuntimeError as error:
+                outcome.error = error
+                return
+            sent = Counter(self._sent)
+            self._sent.clear()
+            assert max(sent.values(), default=1) == 1, f"gradients went more than once: {sent}"
+            outcome.messages += Counter((sender, receiver) for sender, receiver, _ in sent)
+            self._on_the_way += sent
+
+    def _collect(self, wire: RemoteWire, places: list[Place], outcome: Outcome) -> None:
+        for place in places:
+            number_of = {id(leaf): number for number, leaf in place.leaves.items()}
+            for i, context in enumerate(wire.contexts):
+                with self.on(place.worker):
+                    for leaf, gradient in gradients_here(context).items():
+                        outcome.gradients[i, number_of[id(leaf)]] = gradient
+            outcome.fields |= {n: leaf.grad for n, leaf in place.leaves.items() if leaf.grad is not None}
+            if outcome.error is None:
+                outcome.retained |= {n: tensor.grad for n, tensor in place.retained.items()}
+                outcome.seen |= place.seen
+
+    def check_nothing_is_left(self, within: float = 5.0, *, messages: bool = True) -> None:
+        """After the contexts have ended, everywhere. What was sent has been received, once.
+
+        Raises:
+            AssertionError: it says what is left.
+        """
+        deadline = time.monotonic() + within
+        while True:
+            left: dict[str, Any] = {}
+            for number, name in enumerate(self.names):
+                with self.on(number):
+                    left[name] = {what: n for what, n in counts(autograd.debug_info()) if n}
+            if messages:
+                received = Counter(self._received)
+                left["not received"] = dict(self._on_the_way - received)
+                left["received and not sent"] = dict(received - self._on_the_way)
+            left = {where: what for where, what in left.items() if what}
+            if not left:
+                self._received.clear()
+                self._on_the_way.clear()
+                return
+            assert time.monotonic() < deadline, f"left behind: {left}"
+            threading.Event().wait(0.001)
+
+
+def gradients_here(context: int) -> dict[Tensor, Tensor]:
+    """The gradients of this worker; none where it has never heard of the context."""
+    try:
+        return autograd.get_gradients(context)
+    except RuntimeError as error:
+        if "context" not in str(error):
+            raise
+        return {}
+
+
+def counts(info: Any, of: str = "") -> Iterator[tuple[str, int]]:
+    """The numbers in what debug_info() says."""
+    if isinstance(info, dict):
+        for name, value in info.items():
+            yield from counts(value, f"{of} {name}".strip())
+    elif isinstance(info, (list, tuple, set, frozenset)):
+        yield of, len(info)
+    elif isinstance(info, (int, str)) and str(info).isdigit():
+        yield of, int(info)
+
+
+# -- comparing --------------------------------------------------------------------------------------------
+
+
+def compare(expected: Outcome, actual: Outcome) -> None:
+    """
+    Raises:
+        AssertionError: says what differs.
+    """
+    if expected.error is not None:
+        assert actual.error is not None, f"no error, where locally there is {expected.error!r}"
+        assert str(expected.error) in str(actual.error), f"{actual.error!r} instead of {expected.error!r}"
+    elif actual.error is not None:
+        raise AssertionError(f"the pass failed: {actual.error!r}") from actual.error
+    _compare("gradients (context, leaf)", expected.gradients, actual.gradients)
+    if expected.error is None:
+        _compare(".grad of leaf", expected.fields, actual.fields)
+        _compare("retained", expected.retained, actual.retained)
+        _compare("seen", expected.seen, actual.seen, alike=same_in_any_order)
+        assert actual.messages == expected.messages, (
+            f"gradient messages from, to: {dict(actual.messages)} instead of {dict(expected.messages)}"
+        )
+    else:
+        assert not actual.fields, f".grad of leaves {actual.fields} after a failed pass"
+
+
+def _compare(
+    what: str,
+    expected: dict[Any, Any],
+    actual: dict[Any, Any],
+    alike: Callable[[Any, Any], bool] = lambda one, other: same(one, other),
+) -> None:
+    missing, extra = expected.keys() - actual.keys(), actual.keys() - expected.keys()
+    assert not missing and not extra, (
+        f"{what}: {sorted(missing)} are missing, {sorted(extra)} should not be there"
+    )
+    for key, value in expected.items():
+        assert alike(value, actual[key]), f"{what} {key}: {actual[key]} instead of {value}"
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        one, other = one.to_dense(), other.to_dense()
+        return one.shape == other.shape and torch.allclose(one, other, rtol=1e-9, atol=1e-11)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one is other is None
+
+
+def same_in_any_order(some: list[Any], others: list[Any]) -> bool:
+    left = list(others)
+    for one in some:
+        found = next((i for i, other in enumerate(left) if same(one, other)), None)
+        if found is None:
+            return False
+        del left[found]
+    return not left
+
+
+def check_graph(party: Party, program: Program, seed: int = 0, traits: Counter[str] | None = None) -> None:
+    """Runs a program in both ways and compares. `seed` is for what holds its messages up.
+
+    Raises:
+        AssertionError: it says what differs, and in which program.
+    """
+    try:
+        compare(run_locally(program, traits=traits), party.run(program, seed))
+    except Exception as error:
+        error.add_note(f"seed {seed}: {program}")
+        raise
+
+
+def check_graphs(seeds: range) -> Counter[str]:
+    """Runs the programs of many seeds, and counts what their graphs have.
+
+    Raises:
+        AssertionError: about the first that differs.
+    """
+    traits: Counter[str] = Counter()
+    with Party() as party:
+        for seed in seeds:
+            check_graph(party, make_program(Random(seed)), seed, traits)
+            if seed % 20 == 0:
+                party.check_nothing_is_left()
+        party.check_nothing_is_left()
+    return traits
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+# What at least a tenth of all graphs have.
+SHARES = ("unused Sends", "a worker with several active Sends", "a skip connection around a call")
+BLOCK = 500  # graphs that one party runs
+
+
+def run_block(seeds: range) -> tuple[Counter[str], str]:
+    """In a process of its own: what the graphs have, and what went wrong."""
+    torch.set_num_threads(1)
+    try:
+        return check_graphs(seeds), ""
+    except Exception:
+        return Counter(), traceback.format_exc()
+
+
+def run_blocks(blocks: list[range], processes: int) -> Iterator[tuple[Counter[str], str]]:
+    if processes == 1:
+        yield from map(run_block, blocks)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield from pool.imap_unordered(run_block, blocks)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compares random distributed graphs with local autograd.")
+    parser.add_argument("count", type=int, nargs="?", default=5_000, help="how many graphs (default: 5,000)")
+    parser.add_argument(
+        "--first", type=int, default=0, metavar="SEED", help="the seed of the first (default: 0)"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="at once (default: one per CPU)"
+    )
+    given = parser.parse_args()
+    last = given.first + given.count
+    blocks = [range(first, min(first + BLOCK, last)) for first in range(given.first, last, BLOCK)]
+    started = time.monotonic()
+    traits: Counter[str] = Counter()
+    for found, problem in run_blocks(blocks, min(given.processes, len(blocks))):
+        if problem:
+            print(problem)
+            return 1
+        traits += found
+        if sys.stdout.isatty():
+            print(f"\r{traits['graphs']:,} of {given.count:,}", end="", flush=True)
+    graphs = traits.pop("graphs")
+    seconds = time.monotonic() - started
+    print(f"\r{graphs:,} graphs, all equal to local autograd, in {seconds:.0f} s; of these have")
+    for trait, count in traits.most_common():
+        print(f"{count / graphs:7.1%}  {trait}")
+    return 0
+
+
+if __name__ == "__main__":
+    import random_graphs  # what is called on workers must be found by this name
+
+    sys.exit(random_graphs.main())
