@@ -73,6 +73,7 @@ class Autograd(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     sent: tuple[Entry, ...] = ()  # its tensors that require grad, each with an id of its own
     entries: tuple[Entry, ...] = ()  # what the receiver may not know yet of all that is upstream of them
     during: int = 0  # the backward pass that gradients belong to, or in whose hooks a call was made
+    done: bool = False  # of gradients: with them the sender's part in the pass is done
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -127,7 +128,6 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
 
     pass_id: int
     failure: Failure | None = None
-    lost: str = ""  # the name of the worker whose loss was the failure
 
 
 class End(msgspec.Struct, frozen=True, array_like=True):

@@ -154,8 +154,14 @@ def describe(tensor: torch.Tensor, keep: list[Any]) -> tuple[Any, ...] | None:
             return None
         device = str(tensor.device)
         tensor = tensor.cpu()
-    if not tensor.is_contiguous() and not _is_dense(tensor):
-        tensor = tensor.contiguous()
+    shape, stride = tensor.shape, tensor.stride()
+    if not tensor.is_contiguous():
+        if 0 in stride:
+            # Expanded, as many gradients are: what is there once is sent once.
+            tensor = tensor[tuple([slice(0, 1) if step == 0 else slice(None) for step in stride])]
+        if not _is_dense(tensor):
+            tensor = tensor.contiguous()
+        stride = tuple([0 if step == 0 else own for step, own in zip(stride, tensor.stride(), strict=True)])
     nbytes = tensor.nbytes
     memory: Any
     if nbytes < SHARED_MEMORY_FROM:
@@ -163,13 +169,11 @@ def describe(tensor: torch.Tensor, keep: list[Any]) -> tuple[Any, ...] | None:
     else:
         memory = pickle.PickleBuffer(_array_type(nbytes).from_address(tensor.data_ptr()))
         keep.append(tensor)
-    return memory, _DTYPE_NAMES[dtype], tuple(tensor.shape), tensor.stride(), flags, device
+    return memory, _DTYPE_NAMES[dtype], tuple(shape), stride, flags, device
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill one stretch of memory, in whatever order."""
-    if 0 in tensor.stride():  # expanded, as many gradients are
-        return tensor.numel() <= 1
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -196,7 +200,7 @@ def rebuild(
     else:
         # The memory is ours alone and writable: the tensor stays where pickle or the transport put it.
         tensor = torch.frombuffer(memory, dtype=dtype)
-        if len(shape) != 1:
+        if len(shape) != 1 or stride != (1,):
             # In place. What view() makes in no_grad could not be changed in place where gradients are recorded.
             tensor.as_strided_(shape, stride)
     if device is not None and _have_device(device):

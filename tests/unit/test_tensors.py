@@ -122,9 +122,18 @@ def test_every_kind(link, kind, size):
     assert_same(nested["inside"][0], tensor)
 
 
-@pytest.mark.parametrize(
-    "kind", ["contiguous", "transposed", "strided", "expanded", "channels_last", "conj", "bool"]
-)
+def test_what_is_expanded_is_sent_once(link):
+    row = torch.arange(4.0)
+    for tensor in (row.expand(100_000, 4), torch.ones(()).expand(300_000), row[::2].expand(50_000, 2)):
+        _, frames = link.send(print, tensor)
+        assert len(frames.buffers) == 1
+        assert len(frames.buffers[0]) < 400
+        (arrived,) = link.carry(tensor)
+        assert torch.equal(arrived, tensor)
+        assert arrived.stride()[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "transposed", "strided", "channels_last", "conj", "bool"])
 def test_large_memory_goes_beside_the_pickle(link, kind):
     tensor = KINDS[kind](LARGE)
     for values in ((tensor,), ([tensor],)):

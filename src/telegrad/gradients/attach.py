@@ -18,7 +18,7 @@ from ..errors import GradientError
 from ..events import logger
 from ..messages import Autograd, Entry, Envelope
 from .contexts import Context, Contexts, Sent
-from .nodes import make_recv, running
+from .nodes import make_recvs, running
 
 
 class Attach:
@@ -40,9 +40,11 @@ class Attach:
         """The envelope with what the message says of gradients. `connection` is how it will go, `to` whom."""
         if to != self._worker_id:
             context.known_workers.add(to)
-        during = current.pass_id.get() if envelope.autograd is None else envelope.autograd.during
+        during, done = current.pass_id.get(), False
+        if envelope.autograd is not None:
+            during, done = envelope.autograd.during, envelope.autograd.done
         if not tensors:
-            return _with(envelope, Autograd(context.id, during=during))
+            return _with(envelope, Autograd(context.id, during=during, done=done))
         sent = [self._send(context, envelope.id, place, tensors, to) for place in range(len(tensors))]
         own = tuple([Entry(s.id, context.id, tuple(s.reach)) for s in sent])
         log = self._contexts.log
@@ -51,14 +53,14 @@ class Attach:
             context.sends[s.id] = s
         depends_on = [id for entry in own for id in entry.depends_on]
         if not depends_on:
-            return _with(envelope, Autograd(context.id, own, during=during))
+            return _with(envelope, Autograd(context.id, own, during=during, done=done))
         entries = tuple(log.entries_for(connection, depends_on))
         for entry in entries:
             # Whoever learns of a context must hear of its end.
             if entry.context != context.id and to != self._worker_id:
                 if (other := self._contexts.find(entry.context)) is not None:
                     other.known_workers.add(to)
-        return _with(envelope, Autograd(context.id, own, entries, during))
+        return _with(envelope, Autograd(context.id, own, entries, during, done))
 
     def _send(
         self, context: Context, message: int, place: int, tensors: Sequence[torch.Tensor], to: int
@@ -115,17 +117,16 @@ class Attach:
         return partial(self._recv, envelope.id, autograd)
 
     def _recv(self, message: int, autograd: Autograd, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        ids = tuple([entry.id for entry in autograd.sent])
+        ids = [entry.id for entry in autograd.sent]
         if len(ids) != len(tensors):
             raise GradientError(
                 f"message {message} has {len(tensors)} tensors that require grad, not {len(ids)}"
             )
-        received = make_recv(message, ids, autograd.context, tensors)
+        received = make_recvs(message, ids, autograd.context, tensors)
         context = self._contexts.find(autograd.context)
         if context is not None:  # else backward() will say that it has ended
-            node = received[0].grad_fn
-            for id in ids:
-                context.received[id] = node
+            for id, tensor in zip(ids, received, strict=True):
+                context.received[id] = tensor.grad_fn
         return received
 
 

@@ -148,7 +148,7 @@ class Engine:
             self._decode,
             self._post_gradients,
             self._find_sent,
-            self._find_received,
+            self._received_in,
             make_beacon(),
         )
 
@@ -171,7 +171,7 @@ class Engine:
         with context.lock:
             reach, leaves, checkpoints = context.graph.walk_once(edges)
         plan = self._plan(reach, edges)
-        start = Roots(roots, gradients, leaves, checkpoints)
+        start = Roots(roots, gradients, leaves, checkpoints, reach)
         self._run(context, plan, start, timeout, retain_graph, create_graph, into_grad)
 
     def grad(
@@ -323,6 +323,17 @@ class Engine:
                 return node
         raise GradientError(f"Could not find recv function for autograd message id: {id}")
 
+    def _received_in(self, local: LocalPass) -> list[Node]:
+        """The Recvs that a pass comes to on this worker."""
+        assert local.begin is not None
+        if local.begin.wanted is not None:
+            ids = set(local.begin.wanted)
+        else:
+            ids = {id for sent in local.sent.values() for id in sent.reach} | local.roots.reach
+            if any(id < 0 for id in ids):
+                ids = flatten_groups(ids, self._contexts.log.closure(ids))
+        return [self._find_received(id) for id in ids]
+
     # -- a pass, at its root ---------------------------------------------------------------------------
 
     def _run(
@@ -393,6 +404,9 @@ class Engine:
         return local
 
     def _begin_at(self, worker: int, root: _Root, begin: Begin, depth: int) -> None:
+        context = self._contexts.find(begin.context)
+        if context is not None:
+            context.known_workers.add(worker)  # it may have been reached through another context
         envelope = Envelope(Kind.BEGIN, self.host.new_message_id(), 0, begin.timeout, depth)
         try:
             self.host.post(worker, envelope, begin, begin.timeout, None)
@@ -455,12 +469,12 @@ class Engine:
     def on_message(self, peer: int, envelope: Envelope, frames: Any) -> Task | None:
         """A message of a pass has come. Called while reading: what takes longer is returned."""
         if envelope.kind == Kind.GRADIENTS:
-            return self._on_gradients(envelope, frames)
+            return self._on_gradients(peer, envelope, frames)
         match self.host.open_control(envelope, frames):
             case Begin() as begin:
                 return self._on_begin(begin, envelope.depth)
-            case Done(pass_id, failure, lost):
-                return self._on_done(peer, pass_id, failure, lost)
+            case Done(pass_id, failure):
+                return self._on_done(peer, pass_id, failure)
             case End(pass_id, aborted):
                 return self._on_end(pass_id, aborted)
             case Release(context_id):
@@ -493,7 +507,7 @@ class Engine:
             return self._later(local, local.on(partial(_fail_part, error=error)))
         return self._later(local, local.on(lambda part: part.on_begin(messages)))
 
-    def _on_gradients(self, envelope: Envelope, frames: Any) -> Task | None:
+    def _on_gradients(self, peer: int, envelope: Envelope, frames: Any) -> Task | None:
         pass_id = envelope.autograd.during if envelope.autograd is not None else 0
         local = self._local(pass_id)
         if local is None:
@@ -501,9 +515,12 @@ class Engine:
                 "the gradients of message %d came after the end of pass %d", envelope.reply_to, pass_id
             )
             return None
-        return self._later(local, local.keep(envelope.reply_to, (envelope, frames)))
+        task = self._later(local, local.keep(envelope.reply_to, (envelope, frames)))
+        if envelope.autograd is not None and envelope.autograd.done:
+            self._on_done(peer, pass_id, None)
+        return task
 
-    def _on_done(self, peer: int, pass_id: int, failure: Failure | None, lost: str) -> Task | None:
+    def _on_done(self, peer: int, pass_id: int, failure: Failure | None) -> Task | None:
         root = self._roots.get(pass_id)
         if root is None:
             logger.info("the report of worker %d came after the end of pass %d", peer, pass_id)
@@ -601,10 +618,14 @@ class Engine:
                     local.pass_id, root, root.on(lambda state: state.on_report(root_id, error))
                 )
             return
-        failure = None if error is None else self.host.encode_error(error, root_id)
-        envelope = Envelope(Kind.DONE, self.host.new_message_id())
         try:
-            self.host.post(root_id, envelope, Done(local.pass_id, failure), None, None)
+            if error is None and local.last is not None:
+                self._post_gradients(local, *local.last, done=True)
+                local.last = None
+            else:
+                failure = None if error is None else self.host.encode_error(error, root_id)
+                envelope = Envelope(Kind.DONE, self.host.new_message_id())
+                self.host.post(root_id, envelope, Done(local.pass_id, failure), None, None)
         except TelegradError as lost:
             logger.info("the root of pass %d is gone: %s", local.pass_id, lost)
             self._end_here(local, "its root is gone")
@@ -649,16 +670,18 @@ class Engine:
     def _decode(self, envelope: Envelope, frames: Any) -> tuple[Gradient, ...]:
         return self.host.decode(envelope, frames).gradients  # type: ignore[no-any-return]
 
-    def _post_gradients(self, local: LocalPass, message: int, gradients: tuple[Gradient, ...]) -> None:
+    def _post_gradients(
+        self, local: LocalPass, message: int, gradients: tuple[Gradient, ...], *, done: bool = False
+    ) -> None:
         """Never blocks for long: what is large is written by another thread."""
         context, begin = local.context, local.begin
         assert context is not None
         assert begin is not None
-        autograd = Autograd(context.id, during=local.pass_id)
+        autograd = Autograd(context.id, during=local.pass_id, done=done)
         envelope = Envelope(Kind.GRADIENTS, self.host.new_message_id(), message, autograd=autograd)
         tracked = context if begin.create_graph else None
         post = partial(self.host.post, sender_of(message), envelope, Gradients(gradients), None, tracked)
-        if sum(g.nbytes for g in gradients if g is not None) < SHARED_MEMORY_FROM:
+        if done or sum(g.nbytes for g in gradients if g is not None) < SHARED_MEMORY_FROM:
             post()
         else:
             self.host.submit(partial(self._post_later, local, post))

@@ -28,8 +28,9 @@ class Graph:
 
     def __init__(self, new_group: Callable[[Reach], int]) -> None:
         self._new_group = new_group
-        # Of a Recv, for each of its tensors. Where an edge leads nowhere, torch has None for the node.
-        self.known: dict[Node, Reach | list[Reach]] = {None: NOTHING}
+        self.known: dict[Node, Reach] = {
+            None: NOTHING
+        }  # where an edge leads nowhere, torch has None for the node
         self.leaves: list[Node] = []  # AccumulateGrad nodes
         self.checkpoints: list[Node] = []  # reentrant ones, which run an engine call of their own
 
@@ -37,11 +38,10 @@ class Graph:
         """What the edges lead to together."""
         known = self.known
         reach = NOTHING
-        for node, number in starts:
+        for node, _ in starts:
             if node not in known:
                 self._visit(node)
-            found = known[node]
-            reach = self._union(reach, found[number] if found.__class__ is list else found)  # type: ignore[arg-type]
+            reach = self._union(reach, known[node])
         return reach
 
     def walk_once(self, starts: Iterable[Edge]) -> tuple[Reach, list[Node], list[Node]]:
@@ -80,7 +80,7 @@ class Graph:
             nexts = node.next_functions
             while True:
                 reach = NOTHING
-                for next, number in nexts:
+                for next, _ in nexts:
                     found = known.get(next)
                     if found is None:
                         kind = next.__class__
@@ -88,9 +88,7 @@ class Graph:
                             break
                         found = known[next] = self._end(next)
                     if found is not reach:
-                        if found.__class__ is list:
-                            found = found[number]
-                        reach = self._union(reach, found) if reach else found  # type: ignore[assignment,arg-type]
+                        reach = self._union(reach, found) if reach else found
                 else:
                     known[node] = reach
                     if node.__class__ is CheckpointNode:
@@ -105,14 +103,14 @@ class Graph:
             edges.append(nexts)
             node = next
 
-    def _end(self, node: Node) -> Reach | list[Reach]:
+    def _end(self, node: Node) -> Reach:
         """Of a leaf, or of a Recv."""
         if node.__class__ is AccumulateGrad:
             self.leaves.append(node)
             return NOTHING
         if not node._sequence_nr():
             node._set_sequence_nr(1)
-        return [frozenset((id,)) for id in node.ids]
+        return frozenset((node.id,))
 
     def _union(self, a: Reach, b: Reach) -> Reach:
         if b <= a:
@@ -146,7 +144,7 @@ def find_received(starts: Iterable[Edge], id: int) -> Node | None:
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if type(node) is RecvNode and id in node.ids:  # type: ignore[attr-defined]
+        if type(node) is RecvNode and node.id == id:  # type: ignore[attr-defined]
             return node
         for next, _ in node.next_functions:
             if next is not None and next not in seen:

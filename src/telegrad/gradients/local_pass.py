@@ -19,13 +19,13 @@ from torch.autograd.graph import GradientEdge
 
 from .. import current
 from ..errors import CallTimeoutError, GradientError
-from ..messages import Begin, Envelope
+from ..messages import Begin, Envelope, sender_of
 from ..waiter import Waiter
 from . import nodes
 from .backward_pass import Part, PartInstruction
 from .contexts import Context, Sent
 from .leaves import Capture, GradientTable
-from .local_graph import Graph, Node
+from .local_graph import NOTHING, Graph, Node, Reach
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 _DEVICE_POLL = 1e-3  # seconds
@@ -46,6 +46,7 @@ class Roots(NamedTuple):
     gradients: Sequence[torch.Tensor] = ()
     leaves: Sequence[Node] = ()  # that they lead to, and no Send does
     checkpoints: Sequence[Node] = ()
+    reach: Reach = NOTHING
     inputs: Sequence[torch.Tensor] | None = None  # of grad(): what to return the gradients of
 
 
@@ -60,15 +61,15 @@ class Surroundings:
     decode: Callable[[Envelope, Any], tuple[Gradient, ...]]
     post: Callable[[LocalPass, int, tuple[Gradient, ...]], None]  # to where the message came from
     find_sent: Callable[[Context, int], Sent]
-    find_received: Callable[[int], Node]
+    received: Callable[[LocalPass], list[Node]]  # the Recvs that a pass comes to
     beacon: torch.Tensor
 
 
 class LocalPass:
     __slots__ = (
-        "around", "awaited_from", "begin", "capture", "committing", "context", "counts", "deadline", "decoded",
-        "depth", "frames", "gradients", "interrupted", "lock", "on_own_thread", "part", "pass_id", "results",
-        "root_name", "roots", "sent", "settled", "since", "waiters", "watch",
+        "around", "awaited_from", "begin", "capture", "collected", "committing", "context", "counts", "deadline",
+        "decoded", "depth", "due", "frames", "gradients", "interrupted", "last", "lock", "on_own_thread", "part",
+        "pass_id", "results", "root_name", "roots", "sent", "settled", "since", "unposted", "waiters", "watch",
     )  # fmt: skip
 
     def __init__(self, pass_id: int, around: Surroundings, part: Part) -> None:
@@ -97,6 +98,12 @@ class LocalPass:
         self.counts: dict[int, int] = {}  # by message: tensors that were not asked for yet
         self.decoded: dict[int, tuple[Gradient, ...]] = {}  # by message
         self.capture: Capture | None = None
+        self.due: dict[int, int] | None = (
+            None  # by received message: tensors that the engine has not come to yet
+        )
+        self.collected: dict[int, list[Gradient]] = {}  # by received message
+        self.unposted = 0  # received messages whose gradients are still to be sent
+        self.last: tuple[int, tuple[Gradient, ...]] | None = None  # what is sent when the engine is done
         self.results: tuple[Gradient, ...] = ()  # of grad()
         # What came of it, guarded by `committing`:
         self.committing = threading.RLock()
@@ -194,11 +201,35 @@ class LocalPass:
                 del self.decoded[found.message]  # what is here twice could not be kept without a copy
         return gradient
 
-    def post(self, message: int, gradients: tuple[Gradient, ...]) -> None:
-        """Sends the gradients of a received message to where it came from."""
+    def post(self, recv: Any, gradient: Gradient) -> None:
+        """Sends the gradient of a received tensor to where it came from, with the others of its message."""
         if self.interrupted:
             raise InterruptedPassError(f"the pass was ended: {self.interrupted}")
-        self.around.post(self, message, gradients)
+        message = recv.message
+        if recv.count == 1:
+            gradients: tuple[Gradient, ...] = (gradient,)
+        else:
+            found = self.collected.setdefault(message, [None] * recv.count)
+            found[recv.place] = gradient
+            due = self._due()
+            due[message] -= 1
+            if due[message]:
+                return
+            gradients = tuple(self.collected.pop(message))
+        self.unposted -= 1
+        if self.unposted == 0 and sender_of(message) == sender_of(self.pass_id):
+            # The engine is all but done, and the root hears of that with these, in one message.
+            self.last = (message, gradients)
+        else:
+            self.around.post(self, message, gradients)
+
+    def _due(self) -> dict[int, int]:
+        """How many tensors of each received message this pass comes to."""
+        if self.due is None:
+            self.due = {}
+            for node in self.around.received(self):
+                self.due[node.message] = self.due.get(node.message, 0) + 1
+        return self.due
 
     # -- the engine call -------------------------------------------------------------------------------
 
@@ -214,6 +245,8 @@ class LocalPass:
             self.awaited_from[sent.message] = sent.to
             self.counts[sent.message] = self.counts.get(sent.message, 0) + 1
         leaves = self._add_sends(starts, gradients) if self.sent else []
+        if not self.part.is_root and begin.wanted is None:
+            self.unposted = len(self._due())
         keep = begin.retain_graph or begin.create_graph
         with self._as_current():
             if begin.wanted is not None or self.roots.inputs is not None:
@@ -271,8 +304,7 @@ class LocalPass:
 
     def _run_for_inputs(self, starts: Any, gradients: Any, keep: bool, begin: Begin) -> None:
         inputs = list(self.roots.inputs or ())
-        wanted = {self.around.find_received(id) for id in begin.wanted or ()}
-        anchors = [_anchor_of(node) for node in (self.around.beacon.grad_fn, *wanted)]
+        anchors = [_anchor_of(node) for node in (self.around.beacon.grad_fn, *self.around.received(self))]
         found = _run_backward(
             starts, gradients, keep, begin.create_graph, (*inputs, *anchors),
             allow_unreachable=True, accumulate_grad=False,

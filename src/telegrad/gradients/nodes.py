@@ -1,10 +1,13 @@
 """The nodes that telegrad puts into torch's graph.
 
     Send    its input is a tensor of a message, its output a token: its backward returns the gradient that
-            arrived for it. One for each tensor: what leads to one that was not used must not run. A leaf has none
-    Recv    its outputs are the tensors of a received message: its backward sends their gradients away
+            arrived for it. A leaf has none
+    Recv    its output is a tensor of a received message: its backward sends the gradient away
     Wait    in front of the Sends (and leaves) of a message, for one pass: its backward waits for the gradients
     Beacon  stands by itself and runs first: it tells which pass an engine call belongs to
+
+There is one Send and one Recv for each tensor: what leads to one that was not used must not run, though another
+one of the same message was.
 
 The nodes hold numbers only, never the pass or the context. torch holds them where the garbage collector
 cannot look, so a cycle through them would live for ever. Which pass a backward belongs to is asked of the
@@ -14,6 +17,7 @@ engine: see `running`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +38,7 @@ class Running(Protocol):
     def context_id(self) -> int: ...
     def wait_for(self, message: int) -> None: ...
     def take(self, sent: int) -> torch.Tensor | None: ...
-    def post(self, message: int, gradients: tuple[torch.Tensor | None, ...]) -> None: ...
+    def post(self, recv: Any, gradient: torch.Tensor | None) -> None: ...
 
 
 # By torch's own number of the engine call. The numbers are the process's, and so is this; its single operations
@@ -96,35 +100,32 @@ class Send(torch.autograd.Function):
 
 class Recv(torch.autograd.Function):
     # Note [the anchor of a Recv]
-    # Its outputs require grad only if an input does, so there is one: a leaf of its own. With it torch can also be
-    # told to run this Recv and not that one (autograd.grad(inputs=[anchor, ...])). The tensors themselves are no
-    # inputs but come in a list: an input that is returned as it is would be a view, and refuse in-place changes.
+    # Its output requires grad only if an input does, so there is one: a leaf of its own. With it torch can also be
+    # told to run this Recv and not that one (autograd.grad(inputs=[anchor, ...])). The tensor itself is no input but
+    # comes in a tuple: an input that is returned as it is would be a view, and refuse in-place changes.
     @staticmethod
     def forward(
-        ctx: Any,
-        anchor: torch.Tensor,
-        message: int,
-        ids: tuple[int, ...],
-        context: int,
-        tensors: list[torch.Tensor],
+        ctx: Any, anchor: torch.Tensor, id: int, message: int, place: int, context: int, tensors: Any
     ) -> Any:
+        ctx.id = id
         ctx.message = message
-        ctx.ids = ids
+        ctx.place = place  # among the tensors of the message that require grad
+        ctx.count = len(tensors)  # of these
         ctx.context = context
         ctx.set_materialize_grads(False)
-        return tuple(tensors)
+        return tensors[place]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, gradient: Any) -> Any:
         pass_ = running()
         if pass_ is None:
             raise GradientError(
-                f"a backward pass reached tensors received from another worker (message {ctx.message}, context "
+                f"a backward pass reached a tensor received from another worker (message {ctx.message}, context "
                 f"{ctx.context}) and cannot go on there. Use telegrad.autograd.backward(context_id, [loss]) instead of "
                 "loss.backward(), or detach() what was received"
             )
-        pass_.post(ctx.message, gradients)
-        return None, None, None, None, None
+        pass_.post(ctx, gradient)
+        return None, None, None, None, None, None
 
 
 class Wait(torch.autograd.Function):
@@ -175,14 +176,17 @@ def make_send(id: int, tensor: torch.Tensor) -> torch.Tensor:
     return token
 
 
-def make_recv(
-    message: int, ids: tuple[int, ...], context: int, tensors: list[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """The tensors, with a Recv as their history."""
-    if torch.is_grad_enabled():
-        return _apply_recv(torch.empty(0, requires_grad=True), message, ids, context, tensors)  # type: ignore[no-any-return]
-    with torch.enable_grad():
-        return _apply_recv(torch.empty(0, requires_grad=True), message, ids, context, tensors)  # type: ignore[no-any-return]
+def make_recvs(
+    message: int, ids: Sequence[int], context: int, tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensors of a message, each with a Recv as its history."""
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return make_recvs(message, ids, context, tensors)
+    return [
+        _apply_recv(torch.empty(0, requires_grad=True), id, message, place, context, tensors)
+        for place, id in enumerate(ids)
+    ]
 
 
 def make_wait(message: int, leaves: tuple[int, ...], inputs: list[torch.Tensor]) -> torch.Tensor:
