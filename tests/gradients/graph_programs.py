@@ -27,7 +27,7 @@ ROWS = 4  # of a table of vectors
 
 # Whether a hook that is called with None counts. torch calls the hooks of all outputs of a node that runs, and the
 # tensors of one message are the outputs of one node.
-NOTE_EMPTY = False
+NOTE_EMPTY = True
 
 
 # -- what a program is made of ----------------------------------------------------------------------------

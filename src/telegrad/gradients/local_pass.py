@@ -217,8 +217,9 @@ class LocalPass:
                 return
             gradients = tuple(self.collected.pop(message))
         self.unposted -= 1
-        if self.unposted == 0 and sender_of(message) == sender_of(self.pass_id):
-            # The engine is all but done, and the root hears of that with these, in one message.
+        is_last = self.unposted == 0 and len(self.part.arrived) == len(self.part.sends)
+        if is_last and sender_of(message) == sender_of(self.pass_id):
+            # The engine has nothing more to wait for and is all but done: the root hears of that in the same message.
             self.last = (message, gradients)
         else:
             self.around.post(self, message, gradients)
