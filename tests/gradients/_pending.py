@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from named_leaves import assert_same, expected, gradients, leaf, there
+from named_leaves import assert_same, expected, gradients, here, leaf, there
 from test_leaves import Gives, capture_backward
+from test_tracked_values import embed_here, multiply
 
 from telegrad import autograd
 from telegrad.gradients.leaves import GradientTable
@@ -68,3 +69,40 @@ def test_a_root_that_is_a_leaf_or_was_just_received(module_cluster):
         autograd.backward(context_id, [x, received])
         assert autograd.get_gradients(context_id)[x].item() == 1
         assert_same(gradients(context_id, ["driver.x"]), expected(leaf("driver.x").sum(), ["driver.x"]))
+
+
+# -- a leaf that is frozen after it was sent: 'NoneType' object has no attribute 'variable' -----------------------
+
+
+def test_a_leaf_that_is_frozen_after_it_was_sent_gets_no_gradient(module_cluster):
+    #      driver: u, v ───────▶ a: u * v ───────▶ driver: sum      and u.requires_grad_(False) before backward
+    def forward(call, u: torch.Tensor) -> torch.Tensor:
+        loss = call("a", multiply, u, leaf("driver.v")).sum()
+        u.requires_grad_(False)
+        return loss
+
+    frozen = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    forward(here, frozen).backward(inputs=[leaf("driver.v")])
+    wanted, leaf("driver.v").grad = leaf("driver.v").grad, None
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [forward(there, frozen.requires_grad_())])
+        found = autograd.get_gradients(context_id)
+        assert list(found) == [leaf("driver.v")]
+        torch.testing.assert_close(found[leaf("driver.v")], wanted)
+
+
+# -- sparse gradients that are not the last ones for the root: "nbytes is not defined for sparse tensors" ---------
+
+
+def embed_at_b(call, weight: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    return call("b", embed_here, weight, indices) * 2
+
+
+def test_a_sparse_gradient_travels_through_several_workers(module_cluster):
+    #      driver: table ──▶ a ──▶ b: embedding(table, sparse) ──▶ a: * 2 ──▶ driver: sum
+    table, indices = leaf("driver.table", 10, 3), torch.tensor([0, 9, 9])
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [there("a", embed_at_b, there, table, indices).sum()])
+        found = autograd.get_gradients(context_id)[table]
+    (wanted,) = torch.autograd.grad(embed_at_b(here, table, indices).sum(), table)
+    torch.testing.assert_close(found.to_dense(), wanted.to_dense())

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import telegrad
 from telegrad import autograd
 
-PATIENCE = 10.0  # seconds
+PATIENCE = 5.0  # seconds
 
 # The first checkpoint of a process imports half of torch. It comes before any look for leaks, and what it
 # brought is not looked at again.
@@ -44,10 +44,10 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     cluster = request.getfixturevalue("module_cluster")
+    before = kept_by(cluster)
     yield
-    gc.collect()
     deadline = time.monotonic() + PATIENCE
-    while any((left := kept_by(cluster)).values()):
+    while left := {what: n for what, n in kept_by(cluster).items() if n > before[what]}:
         assert time.monotonic() < deadline, f"left behind: {left}"
         threading.Event().wait(0.005)
 

@@ -13,14 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from telegrad.gradients.contexts import Contexts
 from telegrad.gradients.local_graph import NOTHING, Graph, find_received, leads_to
-from telegrad.gradients.nodes import AccumulateGrad, CheckpointNode, RecvNode, make_recv
+from telegrad.gradients.nodes import AccumulateGrad, CheckpointNode, RecvNode, make_recvs
 
 CONTEXT = 1000
 
 
-def receive(*ids: int) -> tuple[torch.Tensor, ...]:
+def receive(*ids: int) -> list[torch.Tensor]:
     """Tensors as if they had come from another worker, in one message."""
-    return make_recv(ids[0], ids, CONTEXT, [torch.ones(2) for _ in ids])
+    return make_recvs(ids[0], ids, CONTEXT, [torch.ones(2) for _ in ids])
 
 
 def leaf() -> torch.Tensor:
@@ -62,7 +62,7 @@ def brute_force(edges) -> tuple[set[int], set, set]:
             continue
         seen.add((node, number))
         if type(node) is RecvNode:
-            received.add(node.ids[number])
+            received.add(node.id)
             continue
         if type(node) is AccumulateGrad:
             leaves.add(node)
@@ -185,7 +185,7 @@ def test_the_received_tensor_of_an_id_is_found():
     x, y = receive(7, 8)
     (z,) = receive(9)
     starts = [edge_of(x * y + leaf()), (None, 0)]
-    assert find_received(starts, 8) is x.grad_fn
+    assert find_received(starts, 8) is y.grad_fn
     assert find_received(starts, 9) is None
     assert find_received([edge_of(x * z)], 9) is z.grad_fn
 
