@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from named_leaves import assert_same, expected, gradients, here, leaf, there
+from test_bad_input import assert_works, forward
 from test_leaves import Gives, capture_backward
 from test_tracked_values import embed_here, multiply
 
@@ -106,3 +108,13 @@ def test_a_sparse_gradient_travels_through_several_workers(module_cluster):
         found = autograd.get_gradients(context_id)[table]
     (wanted,) = torch.autograd.grad(embed_at_b(here, table, indices).sum(), table)
     torch.testing.assert_close(found.to_dense(), wanted.to_dense())
+
+
+# -- grad() with no inputs gives (), where torch raises ----------------------------------------------------------
+
+
+def test_grad_with_no_inputs(module_cluster):
+    with autograd.context() as context_id:
+        with pytest.raises(ValueError, match="`inputs` argument to `grad\\(\\)` cannot be empty"):
+            autograd.grad(context_id, forward(there), [])
+        assert_works(context_id)
