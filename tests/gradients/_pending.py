@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from named_leaves import assert_same, expected, gradients, here, leaf, there
 from test_bad_input import assert_works, forward
+from test_calls_in_graphs import run_in_threads
 from test_leaves import Gives, capture_backward
 from test_tracked_values import embed_here, multiply
 
@@ -118,3 +121,15 @@ def test_grad_with_no_inputs(module_cluster):
         with pytest.raises(ValueError, match="`inputs` argument to `grad\\(\\)` cannot be empty"):
             autograd.grad(context_id, forward(there), [])
         assert_works(context_id)
+
+
+# -- a context that is left on another thread than it was entered on is never released ---------------------------
+
+
+def test_a_context_that_is_left_on_another_thread_has_ended(module_cluster):
+    context = autograd.context()
+    entered: list[int] = []
+    run_in_threads(lambda: entered.append(context.__enter__()))
+    with contextlib.suppress(ValueError):  # it is not this thread's
+        context.__exit__(None, None, None)
+    assert not autograd._is_valid_context(entered[0])

@@ -238,6 +238,15 @@ def test_several_roots_some_with_a_gradient_and_some_without():
     assert_same(found, expected(roots(here), names, grad_outputs=[given, None, None]))
 
 
+def test_one_root_twice():
+    names = ["driver.x", "a.w"]
+    with autograd.context() as context_id:
+        loss = there("a", weighted, leaf("driver.x")).square().sum()
+        autograd.backward(context_id, [loss, loss])
+        found = gradients(context_id, names)
+    assert_same(found, expected(weighted(leaf("driver.x")).square().sum(), names), times=2)
+
+
 def test_a_pass_in_which_no_other_worker_takes_part():
     with autograd.context() as context_id:
         autograd.backward(context_id, [leaf("driver.x").square().sum()])
@@ -465,6 +474,15 @@ def test_grad_through_one_of_several_sends_of_a_worker():
     wanted = torch.autograd.grad((weighted(x) * weighted(z)).sum(), [x, z])
     torch.testing.assert_close(of_z, wanted[1])
     torch.testing.assert_close(list(of_both), list(wanted))
+
+
+def test_grad_of_one_input_twice_and_of_an_output_itself():
+    x = leaf("driver.x")
+    with autograd.context() as context_id:
+        loss = there("a", weighted, x).sum()
+        found = autograd.grad(context_id, loss, [x, loss, x])
+    loss = weighted(x).sum()
+    torch.testing.assert_close(found, torch.autograd.grad(loss, [x, loss, x]))
 
 
 def test_grad_with_an_unused_input():

@@ -3,7 +3,10 @@ many threads; backward from any of the workers; and what becomes of their contex
 
 from __future__ import annotations
 
+import contextvars
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +19,7 @@ from named_leaves import (
     gradients,
     here,
     leaf,
+    own_gradient,
     own_gradient_count,
     there,
 )
@@ -415,6 +419,44 @@ def eight(n: int, call) -> torch.Tensor:
     return call("b", weighted, h, "b.w").sum()
 
 
+def test_threads_that_share_a_context():
+    #      four threads, each with calls of its own, in the context of the thread that started them
+    names = ["driver.x", "a.w", "b.w"]
+
+    def work(call, n: int) -> torch.Tensor:
+        h = leaf("driver.x") * n
+        for round in range(5):
+            name = "ab"[(n + round) % 2]
+            h = torch.tanh(call(name, weighted, h, f"{name}.w")) + h
+        return h.sum()
+
+    losses: dict[int, torch.Tensor] = {}
+    with autograd.context() as context_id:
+
+        def run(n: int) -> None:
+            losses[n] = work(there, n)
+
+        inside = [contextvars.copy_context() for _ in range(4)]
+        run_in_threads(*(lambda n=n: inside[n].run(run, n) for n in range(4)))
+        autograd.backward(context_id, [losses[n] for n in range(4)])
+        found = gradients(context_id, names)
+    assert_same(found, expected([work(here, n) for n in range(4)], names))
+
+
+def gradient_by_way_of(name: str, context_id: int) -> torch.Tensor | None:
+    return there(name, own_gradient, context_id, f"{name}.w")
+
+
+def test_gradients_are_complete_for_whoever_asks_after_backward():
+    """Also over another connection than the one on which the root says that the pass is done."""
+    wanted = expected(weighted(leaf("driver.x"), "a.w").sum(), ["a.w"])
+    for _ in range(30):
+        with autograd.context() as context_id:
+            there("b", is_known_here, context_id)
+            autograd.backward(context_id, [there("a", weighted, leaf("driver.x"), "a.w").sum()])
+            assert_same({"a.w": there("b", gradient_by_way_of, "a", context_id)}, wanted)
+
+
 # -- several contexts --------------------------------------------------------------------------------------
 
 
@@ -517,6 +559,22 @@ def held_back(x: torch.Tensor) -> torch.Tensor:
     Gate.entered.set()
     assert Gate.opened.wait(PATIENCE)
     return there("b", weighted, y, "b.w")
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_nothing_is_held_after_the_end(create_graph):
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with autograd.context(wait=True) as context_id:
+        h = weight * 2
+        y = there("a", weighted, h, "a.w")
+        z = there("b", weighted, y, "b.w")
+        autograd.backward(context_id, [z.sum()], create_graph=create_graph)
+        gradient = autograd.get_gradients(context_id)[weight]
+        held = [weakref.ref(tensor) for tensor in (weight, h, y, z, gradient)]
+        del weight, h, y, z, gradient
+    gc.collect()
+    assert [reference() for reference in held] == [None] * 5
 
 
 def test_a_late_message_never_brings_a_context_back():

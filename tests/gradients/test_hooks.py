@@ -304,6 +304,25 @@ def test_inside_hooks_the_gradients_of_passes_that_are_done_can_be_asked_for():
             assert all_seen() == [("gradients", count), ("gradients there", count)]
 
 
+def test_grad_inside_a_hook():
+    #      the hook of h asks for a gradient that runs through b, in a pass of its own
+    with autograd.context() as context_id:
+        h = there("a", weighted, leaf("driver.x"), "a.w")
+
+        def change(gradient: torch.Tensor) -> torch.Tensor:
+            z = gradient.detach().requires_grad_()
+            with torch.enable_grad():
+                y = there("b", weighted, z * z, "b.w").sum()
+            return autograd.grad(context_id, y, z, timeout=PATIENCE)[0]
+
+        h.register_hook(change)
+        autograd.backward(context_id, [h.sum()], timeout=PATIENCE)
+        found = gradients(context_id, ["driver.x", "a.w", "b.w"])
+    # The hook turns ones into 2 * b.w.
+    local = (weighted(leaf("driver.x"), "a.w") * 2 * leaf("b.w").detach()).sum()
+    assert_same(found, expected(local, ["driver.x", "a.w", "b.w"]))
+
+
 # -- custom functions --------------------------------------------------------------------------------------
 
 

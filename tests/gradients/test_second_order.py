@@ -59,8 +59,28 @@ def nest(call) -> torch.Tensor:
     return call("a", nested, call, leaf("driver.x")).sum()
 
 
-NAMES = ["driver.x", "a.w", "a.v", "b.w"]
-FORWARDS = [chain, skip, nest]
+#      x ──▶ driver: tanh(x * driver.w) ──▶ a: ──▶ a: h³ * a.v ──▶ sum         each calls itself
+def oneself(call) -> torch.Tensor:
+    h = call("driver", weighted, leaf("driver.x"), "driver.w")
+    return (call("a", call_oneself, call, h) * h).sum()
+
+
+def call_oneself(call, x: torch.Tensor) -> torch.Tensor:
+    return call("a", cubed, x, "a.v") * x
+
+
+#      x, v ──▶ a: (tanh(x * a.w), x * v, v³) ──▶ sum of the first and the third       one message, used in part
+def in_part(call) -> torch.Tensor:
+    first, _, third = call("a", three, leaf("driver.x"), leaf("driver.v"))
+    return (first * third).sum()
+
+
+def three(x: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return weighted(x, "a.w"), x * v, v**3
+
+
+NAMES = ["driver.x", "driver.w", "driver.v", "a.w", "a.v", "b.w"]
+FORWARDS = [chain, skip, nest, oneself, in_part]
 
 
 def local_grad(outputs: Any, inputs: Any, **options: Any) -> tuple[torch.Tensor, ...]:
