@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 import torch
 from named_leaves import assert_same, expected, gradients, here, leaf, there
+from test_autograd import blocked, let_go
 from test_bad_input import assert_works, forward
 from test_calls_in_graphs import run_in_threads
 from test_leaves import Gives, capture_backward
-from test_tracked_values import embed_here, multiply
+from test_tracked_values import Owned, embed_here, identity, multiply
 
-from telegrad import autograd
+from telegrad import autograd, errors
+from telegrad.current import current_worker
+from telegrad.gradients.backward_pass import Commit, Part, State
 from telegrad.gradients.leaves import GradientTable
+from telegrad.messages import Gradients
 
 # -- leaves: a gradient that Python code holds is kept without a copy, and changes when the next one is added ----
 
@@ -133,3 +141,100 @@ def test_a_context_that_is_left_on_another_thread_has_ended(module_cluster):
     with contextlib.suppress(ValueError):  # it is not this thread's
         context.__exit__(None, None, None)
     assert not autograd._is_valid_context(entered[0])
+
+
+# -- large gradients that cannot be sent, where the part has already said that it is done: nobody hears of it, and the
+#    pass waits for its deadline ---------------------------------------------------------------------------------
+
+
+def send_no_gradients() -> None:
+    """From now on, this worker fails to send gradients: after it has told the root that its part is done."""
+    engine = current_worker().engine
+    post = engine.host.post
+
+    def failing(to, envelope, body, *rest) -> None:
+        if not isinstance(body, Gradients):
+            return post(to, envelope, body, *rest)
+        deadline = time.monotonic() + 1
+        part = engine._passes[envelope.autograd.during].part
+        while part.state is not State.REPORTED and time.monotonic() < deadline:
+            threading.Event().wait(0.001)
+        raise errors.EncodeError("made up")
+
+    engine.host.post = failing
+
+
+def send_gradients_again() -> None:
+    del current_worker().engine.host.post
+
+
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+def by_way_of_b(x: torch.Tensor) -> torch.Tensor:
+    return there("b", tripled, x * 2) * 1
+
+
+def test_large_gradients_that_cannot_be_sent(module_cluster):
+    #      driver: x ──▶ a: x * 2 ──▶ b: * 3 ──▶ a ──▶ driver: sum
+    x = torch.ones(20_000, dtype=torch.float64, requires_grad=True)
+    with autograd.context() as context_id:
+        loss = there("a", by_way_of_b, x).sum()
+        there("b", send_no_gradients)
+        try:
+            with pytest.raises(errors.BackwardError, match="made up.*worker 'b'"):
+                autograd.backward(context_id, [loss], timeout=5.0)
+        finally:
+            there("b", send_gradients_again)
+
+
+# -- a deadline says neither how long it was nor which worker is late ---------------------------------------------
+
+
+def test_a_timeout_names_the_workers_that_are_late(module_cluster):
+    with autograd.context() as context_id:
+        loss = there("a", blocked, leaf("driver.x")).sum()
+        with pytest.raises(errors.BackwardError, match=r"more than set timeout \(200 ms\).*'a'"):
+            autograd.backward(context_id, [loss], timeout=0.2)
+        there("a", let_go)
+
+
+# -- an argument that cannot be tracked: the error blames the function --------------------------------------------
+
+
+def test_what_cannot_be_tracked_is_named(module_cluster):
+    odd = torch.ones(3).as_subclass(Owned).requires_grad_()
+    with autograd.context(), pytest.raises(errors.EncodeError, match="an argument, a list, of the call of"):
+        there("a", identity, [odd])
+
+
+# -- create_graph: torch warns, once in a process, of a cycle in `.grad` that there is not ------------------------
+
+PROGRAM = """
+import torch, telegrad
+from telegrad import autograd
+with telegrad.LocalCluster(["a"], transport="inproc") as cluster, autograd.context() as context_id:
+    x = torch.ones(3, requires_grad=True)
+    autograd.backward(context_id, [cluster.call("a", torch.sin, x).sum()], create_graph=True)
+"""
+
+
+def test_create_graph_does_not_warn():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+# -- the pure state: what has failed here, and was dropped, is never said to count --------------------------------
+
+
+def test_a_part_that_has_failed_is_never_committed():
+    part = Part()
+    part.on_begin([10])
+    part.on_gradients(10)
+    part.on_local_end(ValueError("broken"))
+    assert Commit() not in part.on_end("")
+    assert part.state is State.ABORTED

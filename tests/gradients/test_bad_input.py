@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from named_leaves import assert_same, expected, gradients, here, leaf, there
+from named_leaves import assert_same, expected, gradients, grads, here, leaf, there
 
 from telegrad import autograd, errors, rpc
 from telegrad.current import current_worker
@@ -176,6 +176,36 @@ def test_a_received_tensor_whose_context_is_gone():
 
 def is_known_here(context_id: int) -> bool:
     return autograd._is_valid_context(context_id)
+
+
+_kept: dict[str, torch.Tensor] = {}
+
+
+def keep(x: torch.Tensor) -> None:
+    _kept["h"] = x * leaf("a.w")
+
+
+def use_kept() -> torch.Tensor:
+    return _kept["h"] * 2
+
+
+def use_kept_detached() -> torch.Tensor:
+    return _kept.pop("h").detach() * leaf("a.w")
+
+
+def test_a_worker_that_kept_something_of_a_context_that_is_gone():
+    #      gone:  driver: x ──▶ a: h = x * a.w  (kept)
+    #      later:               a: h * 2 ──▶ driver: sum
+    with autograd.context(wait=True):
+        there("a", keep, leaf("driver.x"))
+    with autograd.context() as context_id:
+        y = there("a", use_kept)
+        with pytest.raises(errors.UnknownContextError, match=r"which has ended.*detach\(\)"):
+            autograd.backward(context_id, [y.sum()])
+        autograd.backward(context_id, [there("a", use_kept_detached).sum()])
+        found = gradients(context_id, ["a.w"])
+    kept = (leaf("driver.x") * leaf("a.w")).detach()
+    assert_same(found, expected((kept * leaf("a.w")).sum(), ["a.w"]))
 
 
 # -- graphs ------------------------------------------------------------------------------------------------
@@ -362,6 +392,15 @@ def test_an_error_in_a_pass_names_the_worker_and_keeps_its_type_and_traceback():
         # After a failed pass no worker shows partial sums.
         assert gradients(context_id, NAMES) == dict.fromkeys(NAMES)
         assert_works(context_id)
+
+
+def test_after_an_error_grad_is_as_it_was():
+    with autograd.context() as context_id:
+        x = leaf("driver.x")
+        loss = (there("a", failing, x) * there("b", weighted, x, "b.w")).sum()
+        with pytest.raises(errors.BackwardError, match="no gradient from me"):
+            autograd.backward(context_id, [loss], into="grad")
+        assert grads(NAMES) == dict.fromkeys(NAMES)
 
 
 def test_an_error_at_the_root():

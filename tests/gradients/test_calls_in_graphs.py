@@ -342,6 +342,20 @@ def test_backward_by_another_worker_from_what_it_kept():
     assert_same(found, expected(local, names))
 
 
+def grad_here(context_id: int, x: torch.Tensor) -> torch.Tensor:
+    """With respect to something that was received."""
+    loss = there("b", weighted, x * x, "b.w").sum()
+    return autograd.grad(context_id, loss, x, timeout=PATIENCE)[0]
+
+
+def test_grad_inside_a_call_by_a_worker_that_does_not_own_the_context():
+    with autograd.context() as context_id:
+        found = there("a", grad_here, context_id, leaf("driver.x"))
+        assert gradients(context_id, ["driver.x", "b.w"]) == {"driver.x": None, "b.w": None}
+    x = leaf("driver.x")
+    torch.testing.assert_close(found, torch.autograd.grad(weighted(x * x, "b.w").sum(), x)[0])
+
+
 def context_and_backward_here(x: torch.Tensor) -> torch.Tensor:
     """A context of this worker's own, inside of a call that belongs to another."""
     with autograd.context() as context_id:

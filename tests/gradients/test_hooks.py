@@ -415,6 +415,27 @@ def test_side_effects_of_custom_functions_happen_once_a_pass():
     compare_seen(forward, "driver.x", "a.w", "b.w", count=1)
 
 
+class SineThere(torch.autograd.Function):
+    """Its forward and its backward are calls."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return there("a", torch.sin, x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * there("a", torch.cos, x)
+
+
+def test_a_custom_function_that_makes_calls():
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [SineThere.apply(leaf("driver.x")).sum()])
+        found = gradients(context_id, ["driver.x"])
+    assert_same(found, expected(torch.sin(leaf("driver.x")).sum(), ["driver.x"]))
+
+
 def packed(x: torch.Tensor) -> torch.Tensor:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         SEEN.append(("pack", 0))

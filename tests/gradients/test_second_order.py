@@ -289,6 +289,19 @@ def test_gradients_given_to_the_roots_may_have_a_history_too():
     torch.testing.assert_close(found, run(here, local_grad))
 
 
+def test_large_tensors():
+    x = torch.linspace(-1, 1, 20_000, dtype=torch.float64, requires_grad=True)
+
+    def run(call, grad: Grad) -> torch.Tensor:
+        y = call("b", torch.exp, call("a", torch.sin, x) * x)
+        (slope,) = grad(y.sum(), x, create_graph=True)
+        return grad(slope.square().sum(), x)[0]
+
+    with autograd.context() as context_id:
+        found = run(there, grad_in(context_id))
+    torch.testing.assert_close(found, run(here, local_grad))
+
+
 def test_without_create_graph_gradients_have_no_history():
     with autograd.context() as context_id:
         (found,) = autograd.grad(context_id, chain(there), leaf("driver.x"))

@@ -163,6 +163,48 @@ def weighted_total(tensors: list[torch.Tensor], keep: torch.Tensor) -> torch.Ten
     return (torch.stack(tensors) * torch.arange(40.0).view(-1, 1)).sum() + keep.sum()
 
 
+GROUP = [f"driver.g{n}" for n in range(30)]
+
+
+def stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(tensors).sum(0) * leaf("a.u")
+
+
+def windows(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.stack(tensors[n : n + 12]).sum(0) * leaf("a.u") for n in range(0, 18, 3)]
+
+
+def middle(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(tensors[1:3]).prod(0) * leaf("b.u")
+
+
+def all_at_once(call) -> torch.Tensor:
+    #      driver: 30 leaves ──▶ a: their sum * a.u ──▶ h ──▶ b: h * h ──▶ driver: sum
+    h = call("a", stacked, [leaf(name) * 1 for name in GROUP])
+    return (call("b", torch.mul, h, h) * h).sum()
+
+
+def overlapping(call) -> torch.Tensor:
+    #      driver: 30 leaves ──▶ a: sums of 12 each, which overlap ──▶ b: of two of them ──▶ driver: sum
+    sums = call("a", windows, [leaf(name) * 1 for name in GROUP])
+    return (call("b", middle, sums) * sums[0]).sum()
+
+
+@pytest.mark.parametrize("forward", [all_at_once, overlapping])
+def test_tensors_that_depend_on_many_others(forward):
+    check(forward, [*GROUP, "a.u", "b.u"])
+
+
+@pytest.mark.parametrize("forward", [all_at_once, overlapping])
+def test_grad_of_a_few_of_many(forward):
+    inputs = [leaf(GROUP[n]) for n in (3, 8, 29)]
+    with autograd.context() as context_id:
+        found = autograd.grad(context_id, forward(there), inputs, allow_unused=True)
+    wanted = torch.autograd.grad(forward(here), inputs, allow_unused=True)
+    assert [g is None for g in found] == [g is None for g in wanted]
+    torch.testing.assert_close([g for g in found if g is not None], [g for g in wanted if g is not None])
+
+
 # -- parameters and modules --------------------------------------------------------------------------------
 
 
