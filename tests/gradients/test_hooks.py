@@ -491,6 +491,30 @@ def test_checkpoints_on_another_worker(reentrant):
     assert all(leaf(name).grad is None for name in NAMES)
 
 
+def nested_blocks(x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+    return checkpoint(block, x * leaf("a.v"), use_reentrant=reentrant) * leaf("a.w")
+
+
+def nested_checkpoints(x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+    return checkpoint(nested_blocks, x, reentrant, use_reentrant=reentrant) * leaf("a.w") + x * leaf("a.w")
+
+
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad=True"
+)  # of the inner one, in forward
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_inside_of_checkpoints(reentrant):
+    #      a leaf is used inside of both, between them and outside
+    with autograd.context() as context_id:
+        loss = (there("a", nested_checkpoints, leaf("driver.x"), reentrant) * leaf("driver.x")).sum()
+        for _ in range(2):
+            autograd.backward(context_id, [loss], retain_graph=True)
+        found = gradients(context_id, NAMES)
+    x, w, v = (leaf(name) for name in NAMES)
+    local = (block(x * v) * w * w + x * w) * x
+    assert_same(found, expected(local.sum(), NAMES), times=2)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_around_what_was_received(reentrant):
     #      driver: x ───────▶ a: x * a.w ───────▶ driver: checkpoint ───────▶ b: * b.w ───────▶ driver: sum

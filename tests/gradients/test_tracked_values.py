@@ -254,6 +254,29 @@ def test_a_whole_module_as_an_argument():
     torch.testing.assert_close(found[x], wanted[-1])
 
 
+def rnn_output(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("build", "run"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(5)), apply),
+        (lambda: nn.LSTM(4, 3, num_layers=2, batch_first=True), rnn_output),
+        (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), apply),
+        (lambda: nn.Conv1d(5, 2, 3), apply),
+    ],
+    ids=["batch norm", "LSTM", "transformer", "convolution"],
+)
+def test_modules_of_many_kinds_as_arguments(build, run):
+    module, x = build().double(), leaf("driver.sequence", 2, 5, 4)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [there("a", run, module, x).square().sum()])
+        found = autograd.get_gradients(context_id)
+    wanted = torch.autograd.grad(run(module, x).square().sum(), list(module.parameters()))
+    assert_gradients_of_module(module, found, wanted)
+
+
 def test_a_module_with_shared_parameters_as_an_argument():
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
     module[1].weight = module[0].weight
