@@ -65,6 +65,7 @@ class LocalWire:
         self.per_tensor = per_tensor
         self.places = [Place(program, worker, self) for worker in range(program.workers)]
         self.sent: list[Sent] = []
+        self._alive: list[Any] = []
         self.skips: list[tuple[int, Any]] = []
 
     def call(self, caller: int, call: Call, tensors: list[Tensor]) -> Sequence[Tensor]:
@@ -88,6 +89,8 @@ class LocalWire:
             copies = Identity.apply(*group)
             arrived.update(zip(map(id, group), copies, strict=True))
             nodes.append(copies[0].grad_fn)
+            # torch 2.11 lets go of a Python node with the last tensor behind it, though we hold the node.
+            self._alive.append(torch.autograd.graph.get_gradient_edge(copies[0]))
         if nodes:
             self.sent.append(Sent(call, request, sender, receiver, nodes))
         return [arrived[id(t)] for t in tensors]

@@ -115,6 +115,7 @@ class Party:
         ] = []  # gradients: from, to, of which Send; appended by any thread
         self._received: list[tuple[int, int, str]] = []
         self._on_the_way: Counter[tuple[int, int, str]] = Counter()  # sent, and not yet seen to be received
+        self._forgotten: dict[int, int] = {}  # by worker: messages with lower ids do not count any more
         self.names = [f"w{i}" for i in range(MOST_WORKERS)]
 
     def __enter__(self) -> Party:
@@ -139,7 +140,7 @@ class Party:
         def see(event: Event) -> None:
             if event.phase != "started":
                 return
-            if event.kind == "gradients":
+            if event.kind == "gradients" and not self._is_forgotten(event.detail):
                 peer = self.names.index(event.peer)
                 if event.stage == "send":
                     self._sent.append((number, peer, event.detail))
@@ -149,6 +150,11 @@ class Party:
                 time.sleep(self._rng.random() ** 4 * 0.002)
 
         return see
+
+    def _is_forgotten(self, detail: str) -> bool:
+        """Whether these are gradients of a message that was sent before a pass failed."""
+        message = int(detail.split()[-1])
+        return message < self._forgotten.get(message >> 48, 0)
 
     @contextlib.contextmanager
     def on(self, worker: int) -> Iterator[None]:
@@ -188,6 +194,7 @@ class Party:
         try:
             self.check_nothing_is_left(messages=False)
         finally:
+            self._forgotten = {worker.id: worker.new_message_id() for worker in self._workers}
             for noted in (self._sent, self._received, self._on_the_way):
                 noted.clear()
 
