@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import subprocess
 import sys
 import threading
@@ -13,15 +14,17 @@ import torch
 from named_leaves import assert_same, expected, gradients, here, leaf, there
 from test_autograd import blocked, let_go
 from test_bad_input import assert_works, forward
-from test_calls_in_graphs import run_in_threads
+from test_calls_in_graphs import run_in_threads, weighted
 from test_leaves import Gives, capture_backward
 from test_tracked_values import Owned, embed_here, identity, multiply
 
-from telegrad import autograd, errors
+from telegrad import autograd, errors, rpc
 from telegrad.current import current_worker
+from telegrad.gradients.attach import Attach
 from telegrad.gradients.backward_pass import Commit, Part, State
+from telegrad.gradients.contexts import Context, Contexts
 from telegrad.gradients.leaves import GradientTable
-from telegrad.messages import Gradients
+from telegrad.messages import Autograd, Entry, Envelope, Gradients, Kind
 
 # -- leaves: a gradient that Python code holds is kept without a copy, and changes when the next one is added ----
 
@@ -238,3 +241,65 @@ def test_a_part_that_has_failed_is_never_committed():
     part.on_local_end(ValueError("broken"))
     assert Commit() not in part.on_end("")
     assert part.state is State.ABORTED
+
+
+# -- a context that ends while a message of it is sent or read: what the message says stays in the log for ever, and the
+#    receiver is never told of the end ---------------------------------------------------------------------------
+
+
+class Worker:
+    """As much of a worker as messages need: what becomes of a context when they meet its end."""
+
+    def __init__(self) -> None:
+        self.new_id = itertools.count(1 << 48).__next__
+        self.contexts = Contexts(1, self.new_id)
+        self.attach = Attach(1, self.contexts, self.new_id)
+
+    def end_before(self, what: str, context: Context) -> None:
+        """Another thread ends the context just before the log takes something over."""
+        function = getattr(self.contexts.log, what)
+
+        def late(*args):
+            self.contexts.take_out(context.id)
+            return function(*args)
+
+        setattr(self.contexts.log, what, late)
+
+
+def test_a_context_that_ends_before_its_message_is_attached():
+    worker = Worker()
+    context = worker.contexts.new()
+    worker.contexts.take_out(context.id)
+    envelope = Envelope(Kind.CALL, worker.new_id())
+    sent = worker.attach.outgoing(context, envelope, [torch.ones(3, requires_grad=True)], "wire", 2)
+    assert sent.autograd is None, "its receiver would make a context of which nobody tells it the end"
+    assert len(worker.contexts.log) == 0
+
+
+def test_a_context_that_ends_while_its_message_is_attached():
+    worker = Worker()
+    context = worker.contexts.new()
+    worker.end_before("merge", context)
+    envelope = Envelope(Kind.CALL, worker.new_id())
+    sent = worker.attach.outgoing(context, envelope, [torch.ones(3, requires_grad=True) * 2], "wire", 2)
+    assert sent.autograd is None
+    assert len(worker.contexts.log) == 0
+
+
+def test_a_context_that_ends_while_its_message_is_read():
+    worker = Worker()
+    context = worker.contexts.new()
+    worker.end_before("merge", context)
+    message = (2 << 48) + 1
+    said = Autograd(context.id, (Entry(message, context.id, ()),))
+    worker.attach.merge(Envelope(Kind.REPLY, message, autograd=said), "wire")
+    assert len(worker.contexts.log) == 0
+
+
+def test_a_context_that_ends_while_a_call_is_on_its_way(module_cluster):
+    """Its function runs, and nothing is left of the context. Fails seldom: the same thing as above."""
+    for _ in range(20):
+        with autograd.context() as context_id:
+            future = rpc.rpc_async("a", weighted, args=(leaf("driver.x"), "a.w"))
+        future.wait()
+        assert not autograd._is_valid_context(context_id)

@@ -607,12 +607,3 @@ def test_a_late_message_never_brings_a_context_back():
     assert not autograd._is_valid_context(context_id)
     for name in ("a", "b"):
         assert not there(name, is_known_here, context_id)
-
-
-def test_a_context_that_ends_while_a_call_is_on_its_way():
-    """Its function runs, and nothing is left of the context."""
-    for _ in range(20):
-        with autograd.context() as context_id:
-            future = rpc.rpc_async("a", weighted, args=(leaf("driver.x"), "a.w"))
-        future.wait()
-        assert not autograd._is_valid_context(context_id)
