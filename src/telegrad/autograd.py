@@ -58,8 +58,10 @@ class context:
         return self._id
 
     def __exit__(self, *_: object) -> None:
-        current.context_id.reset(self._token)
-        self._worker.release_context(self._id, wait=self._wait)
+        try:
+            current.context_id.reset(self._token)
+        finally:  # also where it is left on another thread than it was entered on, which is an error
+            self._worker.release_context(self._id, wait=self._wait)
 
 
 def backward(
@@ -122,6 +124,8 @@ def grad(
         GradientError: an input was not used, without `allow_unused`; or as for backward().
     """
     wanted = _tensors(inputs, "inputs")
+    if not wanted:
+        raise ValueError("`inputs` argument to `grad()` cannot be empty.")
     given = [grad_outputs] if isinstance(grad_outputs, torch.Tensor) else grad_outputs
     for place, tensor in enumerate(wanted):
         if not tensor.requires_grad:

@@ -33,7 +33,7 @@ import torch
 from .by_value import ByValuePickler, Dependencies, Namespaces, decoding, is_by_value, is_definition
 from .config import SHARED_MEMORY_FROM
 from .definitions import Definitions, Outgoing
-from .errors import DecodeError, EncodeError, RemoteError, RemoteTraceback
+from .errors import DecodeError, EncodeError, RemoteError, RemoteTraceback, text_of
 from .messages import Begin, Call, Done, End, Envelope, Failure, Gradients, Hello, Kind, Release, Reply
 from .names import Names
 from .scripted import is_named_by_torch, reduce_named_by_torch
@@ -192,8 +192,8 @@ class Codec:
             pickled = b""  # it arrives as a RemoteError
         try:
             text = str(error)
-        except Exception as reason:
-            text = f"(its text cannot be had: {type(reason).__name__})"
+        except Exception:
+            text = text_of(error)
         name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
         return Failure(pickled, name, text, traceback)
 
@@ -211,11 +211,13 @@ class Codec:
         error.__cause__ = RemoteTraceback(worker, failure.traceback)
         return error
 
-    def first_unsendable(self, values: Sequence[Any], peer: Hello) -> Any:
+    def first_unsendable(self, values: Sequence[Any], peer: Hello, *, track: bool) -> Any:
         """The first of the values that cannot be pickled, for an error message; None if all can."""
         for value in values:
             try:
-                self._dump((value,), Outgoing(peer.id, peer.main != "" and peer.main == self._main))
+                self._dump(
+                    (value,), Outgoing(peer.id, peer.main != "" and peer.main == self._main, track=track)
+                )
             except Exception:
                 return value
         return None

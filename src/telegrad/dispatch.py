@@ -15,11 +15,18 @@ import torch
 
 from . import current
 from .codec import Body, Codec
-from .errors import CallTimeoutError, DecodeError, EncodeError, RemoteError, TransportError
+from .errors import (
+    CallTimeoutError,
+    DecodeError,
+    EncodeError,
+    RemoteError,
+    TooLargeError,
+    TransportError,
+)
 from .events import logger
 from .gradients.attach import Attach
 from .gradients.contexts import Context
-from .messages import Call, Envelope, Failure, Kind, Reply
+from .messages import Call, Envelope, Failure, Kind, Reply, shortened
 from .modes import applied, restore_defaults
 from .pending import PendingCall, PendingCalls
 from .transport.base import Connection, Frames
@@ -168,7 +175,10 @@ class Dispatch:
         failure = self._codec.encode_exception(error, text, connection.peer)
         error.__traceback__ = None  # whoever keeps the exception must not keep our frames, and what they hold
         try:
-            self._send(connection, envelope, failure, None, None, None)
+            try:
+                self._send(connection, envelope, failure, None, None, None)
+            except TooLargeError:
+                self._send(connection, envelope, shortened(failure), None, None, None)
         except TransportError as lost:
             self._give_up(connection, call, lost)
         else:

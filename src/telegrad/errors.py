@@ -35,6 +35,14 @@ class TelegradError(RuntimeError):
     """The root of the tree. A RuntimeError, since that is what programs written for torch catch."""
 
 
+def text_of(error: BaseException) -> str:
+    """An exception's text, whatever its class does; its type where it has none."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception as reason:
+        return f"{type(error).__name__} (its text cannot be had: {type(reason).__name__})"
+
+
 class NotStartedError(TelegradError):
     pass
 
@@ -64,7 +72,7 @@ class CallTimeoutError(TelegradError, TimeoutError):
 
 
 class PeerLostError(TelegradError, ConnectionError):
-    pass
+    worker_id = -1  # of the worker that is gone, where it is known
 
 
 class GradientError(TelegradError):

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from . import current
 from .codec import Body, Codec, Control
-from .errors import PeerLostError, TransportError, UnknownWorkerError
+from .errors import PeerLostError, RemoteError, TransportError, UnknownWorkerError, text_of
 from .gradients.attach import Attach
 from .gradients.contexts import Context
 from .messages import Envelope, Failure, Hello
@@ -59,12 +59,19 @@ class Mail:
         try:
             _, connection = self._peers.reach(to, timeout)
         except UnknownWorkerError as error:
-            raise PeerLostError(f"worker {self.name_of(to)!r} is gone: it has left the group") from error
+            raise self._lost(to, "it has left the group") from error
+        except PeerLostError as error:
+            raise self._lost(to, str(error)) from error
         try:
             self._worker.send(connection, envelope, body, timeout, None, context)
         except TransportError as error:
             self._worker.on_lost(connection, str(error))
-            raise PeerLostError(f"worker {connection.peer.name!r} is gone: {error}") from error
+            raise self._lost(to, str(error)) from error
+
+    def _lost(self, worker_id: int, reason: str) -> PeerLostError:
+        error = PeerLostError(f"worker {self.name_of(worker_id)!r} is gone: {reason}")
+        error.worker_id = worker_id
+        return error
 
     def wait(self, waiter: Waiter, peer: int, deadline: float | None, watch: Watch | None) -> None:
         """Waits until `waiter` is done, or for the deadline. It most likely comes from `peer`."""
@@ -77,8 +84,9 @@ class Mail:
         """Has this thread read what that worker sends, while it works on a pass; `end()` ends it."""
         if current.thread.relieve is not None:
             current.thread.relieve()
-        _, connection = self._peers.reach(peer, None)
-        return self._reader.watch(connection)
+        connection = self._peers.connection_with(peer)
+        self._threads.start()  # one of which relieves this one, if need be
+        return None if connection is None else self._reader.watch(connection)
 
     def submit(self, task: Callable[[], None]) -> None:
         self._threads.submit(task)
@@ -95,7 +103,14 @@ class Mail:
         return failure
 
     def decode_error(self, failure: Failure, worker: str) -> BaseException:
-        return self._codec.decode_exception(failure, worker)
+        error = self._codec.decode_exception(failure, worker)
+        if isinstance(error, Exception):
+            return error
+        wrapped = RemoteError(
+            f"{type(error).__name__}: {text_of(error)}"
+        )  # a SystemExit there must not end this one
+        wrapped.__cause__ = error.__cause__
+        return wrapped
 
     def decode(self, envelope: Envelope, frames: Frames) -> Any:
         return self._codec.decode(envelope, frames, self._worker.attach.incoming(envelope))

@@ -99,6 +99,14 @@ class Failure(msgspec.Struct, frozen=True):
     traceback: str
 
 
+_LONGEST_TEXT = 4000
+
+
+def shortened(failure: Failure) -> Failure:
+    """For one that is too large to be sent: it arrives as a RemoteError, with the ends of its texts."""
+    return Failure(b"", failure.type_name, failure.text[:_LONGEST_TEXT], failure.traceback[-_LONGEST_TEXT:])
+
+
 class Begin(msgspec.Struct, frozen=True, array_like=True):
     """A backward pass begins: these tensors that the receiver has sent will get gradients."""
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from . import current
 from .codec import Codec
 from .duty import Duty, Roster
 from .errors import ConnectionClosedError, TelegradError
@@ -174,6 +175,8 @@ class Reader:
 
     def wait_for(self, call: PendingCall, timeout: float | None) -> None:
         """Waits until the call is done, or for `timeout` seconds. Reads the answer itself if nobody reads."""
+        if current.thread.relieve is not None:
+            current.thread.relieve()
         until = None if timeout is None else time.monotonic() + timeout
         connection = call.connection
         assert connection is not None

@@ -29,6 +29,7 @@ from .errors import NameTakenError, RendezvousError
 from .messages import MAX_WORKER_ID, Member
 
 _PREFIX = "telegrad/"
+_NEVER = "\x00never"
 
 
 def open_store(
@@ -183,11 +184,10 @@ class Group:
             ) from error
 
     def _get(self, key: str) -> bytes | None:
-        def request() -> bytes | None:
-            return self._store.get(key) if self._store.check([key]) else None
-
-        value: bytes | None = self._ask(request)
-        return value
+        # Not get(), which waits for a key that is not there, and keeps all others from the store meanwhile. Compared
+        # with what no key is ever set to, nothing is set, and what is there comes back.
+        found: bytes = self._ask(lambda: self._store.compare_set(key, _NEVER, _NEVER))
+        return None if found == _NEVER.encode() else found
 
     def _compare_set(self, key: str, expected: str, desired: str) -> str:
         """Sets the key if it is as expected (empty: not there); what it is then."""

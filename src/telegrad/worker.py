@@ -31,6 +31,7 @@ from .errors import (
     EncodeError,
     NotStartedError,
     PeerLostError,
+    TelegradError,
     TransportError,
     UnknownWorkerError,
 )
@@ -201,8 +202,8 @@ class Worker:
             if self.events.subscribers:
                 self._emit("send", "failed", envelope, connection, detail=repr(error))
             raise
-        if context is not None:
-            self.attach.written(envelope, connection)
+        if context is not None and not self.attach.written(envelope, connection):
+            self.engine.tell_released(connection.peer.id, context.id)
         if self.events.subscribers:
             self._emit("send", "complete", envelope, connection, nbytes)
 
@@ -243,6 +244,9 @@ class Worker:
                 gone = f"worker {call.peer!r} is gone, with the call of {call.function} unanswered: {reason}"
                 self._dispatch.fail(call, partial(PeerLostError, gone))
             self.engine.on_lost(connection.peer.id, connection.peer.name, reason)
+            for context in self.contexts.all():
+                # Its end may have been to come from the one who is gone.
+                self._threads.submit(partial(self._check_context, context))
 
     # -- calls -----------------------------------------------------------------------------------------
 
@@ -349,7 +353,11 @@ class Worker:
         """What the caller sees of a call that could not be sent."""
         assert call.connection is not None
         if isinstance(error, EncodeError):
-            culprit = self._codec.first_unsendable([*args, *(kwargs or {}).values()], call.connection.peer)
+            culprit = self._codec.first_unsendable(
+                [*args, *(kwargs or {}).values()],
+                call.connection.peer,
+                track=self.attach.current() is not None,
+            )
             what = "the function" if culprit is None else f"an argument, a {type(culprit).__name__},"
             return EncodeError(
                 f"{what} of the call of {call.function} on worker {call.peer!r} cannot be sent: {error}"
@@ -397,6 +405,17 @@ class Worker:
             for future in futures:
                 with contextlib.suppress(PeerLostError):
                     future.wait()
+
+    def _check_context(self, context: Context) -> None:
+        """Asks the owner of a context whether it lives, and to be told of its end."""
+        if context.owner == self.id or self._closed_because:
+            return
+        try:
+            lives = self.call(context.owner, _takes_part, (context.id, self.id))
+        except TelegradError:
+            lives = False
+        if not lives and not self._closed_because:
+            self.engine.release(context.id, told_by=context.owner)
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -491,6 +510,14 @@ class Worker:
             self._poller.close()
         else:
             logger.warning("worker %r: some functions still run after its shutdown", self.name)
+
+
+def _takes_part(context_id: int, worker_id: int) -> bool:
+    """Whether a context of this worker lives. If so, that worker is told of its end."""
+    context = current.current_worker().contexts.find(context_id)
+    if context is not None:
+        context.known_workers.add(worker_id)
+    return context is not None
 
 
 def _release_there(context_id: int) -> None:

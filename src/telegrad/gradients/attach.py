@@ -43,6 +43,8 @@ class Attach:
         during, done = current.pass_id.get(), False
         if envelope.autograd is not None:
             during, done = envelope.autograd.during, envelope.autograd.done
+        if self._contexts.find(context.id) is None:
+            return envelope  # it has just ended, and nobody would tell the receiver
         if not tensors:
             return _with(envelope, Autograd(context.id, during=during, done=done))
         sent = [self._send(context, envelope.id, place, tensors, to) for place in range(len(tensors))]
@@ -51,6 +53,9 @@ class Attach:
         log.merge(own, None)
         for s in sent:
             context.sends[s.id] = s
+        if self._contexts.find(context.id) is None:
+            context.clear()
+            return envelope
         depends_on = [id for entry in own for id in entry.depends_on]
         if not depends_on:
             return _with(envelope, Autograd(context.id, own, during=during, done=done))
@@ -69,11 +74,15 @@ class Attach:
         with context.lock:
             return Sent(id, message, place, len(tensors), to, tensors[place], context.graph)
 
-    def written(self, envelope: Envelope, connection: object) -> None:
-        """The message was written: its receiver knows what it says."""
+    def written(self, envelope: Envelope, connection: object) -> bool:
+        """The message was written: its receiver knows what it says. False if the context has ended meanwhile, and the
+        receiver may not have been told."""
         autograd = envelope.autograd
-        if autograd is not None and autograd.sent:
+        if autograd is None:
+            return True
+        if autograd.sent:
             self._contexts.log.written(connection, (*autograd.sent, *autograd.entries))
+        return self._contexts.find(autograd.context) is not None
 
     def not_written(self, envelope: Envelope) -> None:
         """The message was not sent: nobody will ask for its gradients."""

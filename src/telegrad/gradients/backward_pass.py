@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from ..errors import text_of
+
 
 @dataclass(frozen=True)
 class Start:
@@ -105,6 +107,7 @@ class Part:
     sends: tuple[int, ...] = ()  # that will get gradients, in the order of their sending
     arrived: set[int] = field(default_factory=set)
     is_over: bool = False  # FINISHED or ABORTED
+    has_failed: bool = False  # and has said so
 
     def on_begin(self, sends: Iterable[int]) -> list[PartInstruction]:
         if self.is_over:
@@ -140,11 +143,13 @@ class Part:
 
     def on_local_end(self, error: BaseException | None = None) -> list[PartInstruction]:
         """The engine is done here, or something went wrong here."""
-        if self.is_over or self.state is State.REPORTED:
+        if self.is_over or self.has_failed or (self.state is State.REPORTED and error is None):
             return []
         self.state = State.REPORTED
         if error is None:
             return [_DONE]
+        # Also after it has said that it is done: what it had sent last may not have left.
+        self.has_failed = True
         return [_INTERRUPT, _DISCARD, Report(error)]
 
     def on_end(self, aborted: str) -> list[PartInstruction]:
@@ -153,7 +158,7 @@ class Part:
             return [] if aborted else [Late("the end of a pass")]
         self.is_over = True
         was, self.state = self.state, State.ABORTED
-        if not aborted and was is State.REPORTED:
+        if not aborted and was is State.REPORTED and not self.has_failed:
             self.state = State.FINISHED
             return [_COMMIT]
         return [_INTERRUPT, _DISCARD]
@@ -191,7 +196,7 @@ class BackwardPass:
 
     def _fail(self, error: BaseException, worker: int) -> list[RootInstruction]:
         self.is_over = True
-        return [Abort(self._others, f"{type(error).__name__}: {error}"), Complete(error, worker)]
+        return [Abort(self._others, f"{type(error).__name__}: {text_of(error)}"), Complete(error, worker)]
 
 
 class ProtocolViolationError(RuntimeError):

@@ -92,9 +92,9 @@ class Contexts:
     def __init__(self, worker_id: int, new_id: Callable[[], int]) -> None:
         self._worker_id = worker_id
         self._new_id = new_id
-        self.log = Log()
         self._lock = threading.RLock()  # guards all below; held for a moment only
         self._live: dict[int, Context] = {}
+        self.log = Log(self._live.__contains__)
         self._released: OrderedDict[int, None] = OrderedDict()  # tombstones, the oldest first
 
     def __len__(self) -> int:

@@ -30,7 +30,9 @@ from ..errors import (
     NotStartedError,
     PeerLostError,
     TelegradError,
+    TooLargeError,
     UnknownContextError,
+    text_of,
 )
 from ..events import logger
 from ..messages import (
@@ -46,6 +48,7 @@ from ..messages import (
     Member,
     Release,
     sender_of,
+    shortened,
 )
 from ..modes import applied, current_modes
 from ..waiter import Waiter
@@ -68,7 +71,7 @@ from .backward_pass import (
 )
 from .contexts import Context, Contexts, Sent
 from .local_graph import Node, find_received, leads_to
-from .local_pass import Gradient, InterruptedPassError, LocalPass, Roots, Surroundings
+from .local_pass import Gradient, InterruptedPassError, LatePassError, LocalPass, Roots, Surroundings
 from .log import MissingEntryError, flatten_groups, useful
 from .nodes import make_beacon
 
@@ -171,7 +174,7 @@ class Engine:
         with context.lock:
             reach, leaves, checkpoints = context.graph.walk_once(edges)
         plan = self._plan(reach, edges)
-        start = Roots(roots, gradients, leaves, checkpoints, reach)
+        start = Roots(_no_leaves(roots), gradients, leaves, checkpoints, reach)
         self._run(context, plan, start, timeout, retain_graph, create_graph, into_grad)
 
     def grad(
@@ -192,7 +195,7 @@ class Engine:
             reach, _, _ = context.graph.walk_once(edges)
         targets = {_edge_of(tensor) for tensor in inputs}
         plan = self._plan_for(context, reach, edges, targets)
-        start = Roots(outputs, gradients, inputs=tuple(inputs))
+        start = Roots(_no_leaves(outputs), gradients, inputs=tuple(inputs))
         return self._run(context, plan, start, timeout, retain_graph, create_graph, False).results
 
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -373,9 +376,15 @@ class Engine:
             if self._closed:
                 raise NotStartedError(f"worker {self._name!r} has shut down")
             self._roots[pass_id], self._passes[pass_id] = root, local
+        if (
+            self._contexts.find(context.id) is None
+        ):  # it has ended since; from here on its end would end the pass
+            with self._lock:
+                del self._roots[pass_id], self._passes[pass_id]
+            self._contexts.get(context.id)
         others = [worker for worker in plan.sends if worker != self._id]
         inside = torch._C._current_graph_task_id() >= 0
-        watch = local.watch = None if inside or not others else self.host.watch(others[0])
+        watch = local.watch = self.host.watch(others[0]) if others and not inside else None
         try:
             for worker in others:
                 self._begin_at(worker, root, begin_for(worker), local.depth)
@@ -394,6 +403,8 @@ class Engine:
             self._carry_out_root(pass_id, root, root.on(partial(_fail, error=error)))
             if not isinstance(error, Exception):
                 raise
+            if root.error is None:  # it came after all were done
+                root.error, root.worker = error, self._id
         finally:
             if watch is not None:
                 watch.end()
@@ -433,8 +444,10 @@ class Engine:
         assert error is not None
         if not isinstance(error, Exception):
             raise error
+        if isinstance(error, PeerLostError) and error.worker_id >= 0:
+            worker = error.worker_id  # whoever noticed it
         name = self.host.name_of(worker)
-        text = f"Error on Node {worker}: {_text_of(error)} (worker {name!r}, in a backward pass)"
+        text = f"Error on Node {worker}: {text_of(error)} (worker {name!r}, in a backward pass)"
         raise BackwardError(text, name, worker) from error
 
     def _carry_out_root(self, pass_id: int, root: _Root, instructions: list[RootInstruction]) -> None:
@@ -442,27 +455,42 @@ class Engine:
         for instruction in instructions:
             match instruction:
                 case Finish(workers):
-                    if local is not None:
-                        self._end_here(local, "")
-                    self._tell_end(pass_id, workers, "")
+                    try:  # the others first: adding this worker's gradients up may fail
+                        self._tell_end(pass_id, workers, "")
+                    finally:
+                        if local is not None:
+                            self._end_here(local, "")
                 case Abort(workers, reason):
                     if local is not None:
                         self._end_here(local, reason)
-                    self._tell_end(pass_id, workers, reason)
+                    # Not by this thread: a worker that takes nothing must not hold up the error.
+                    self.host.submit(partial(self._tell_end, pass_id, workers, reason))
                 case Complete(error, worker):
                     root.error, root.worker = error, worker
                     root.waiter.set_done()
                 case Late(what):
                     logger.info("worker %r: %s came after the end of pass %d", self._name, what, pass_id)
 
-    def _tell_end(self, pass_id: int, workers: Iterable[int], aborted: str) -> None:
-        for worker in workers:
-            try:
-                self.host.post(
-                    worker, Envelope(Kind.END, self.host.new_message_id()), End(pass_id, aborted), 1.0, None
-                )
-            except TelegradError as error:
-                logger.debug("worker %d was not told of the end of pass %d: %s", worker, pass_id, error)
+    def _tell_end(self, pass_id: int, workers: Sequence[int], aborted: str) -> None:
+        left = list(workers)
+        try:
+            while left:
+                self._tell(left[0], Kind.END, End(pass_id, aborted))
+                left.pop(0)
+        except BaseException:  # Ctrl-C: whoever was not told yet must hear of it all the same
+            if left:
+                self.host.submit(partial(self._tell_end, pass_id, left, aborted))
+            raise
+
+    def _tell(self, worker: int, kind: Kind, body: End | Release, timeout: float | None = 1.0) -> None:
+        """Says something that nobody answers. Whoever is gone needs not hear it; who does not take it now hears it
+        later."""
+        try:
+            self.host.post(worker, Envelope(kind, self.host.new_message_id()), body, timeout, None)
+        except TimeoutError:
+            self.host.submit(partial(self._tell, worker, kind, body, None))
+        except TelegradError as error:
+            logger.debug("worker %d was not told %s: %s", worker, body, error)
 
     # -- a pass, as one of its workers -----------------------------------------------------------------
 
@@ -556,7 +584,10 @@ class Engine:
         """Carries out at once what takes no time; the rest is returned."""
         rest: list[PartInstruction] = []
         for instruction in instructions:
-            if isinstance(instruction, Start | Report | Commit):
+            if isinstance(instruction, Start | Report) or (
+                # What goes to `.grad` must be there before any call that was sent after the end is run.
+                isinstance(instruction, Commit) and not (local.begin is not None and local.begin.into_grad)
+            ):
                 rest.append(instruction)
             else:
                 self._carry_out_one(local, instruction, reason)
@@ -602,7 +633,13 @@ class Engine:
                 with applied(local.begin.modes):
                     local.run()
         except InterruptedPassError as interrupted:
-            error = interrupted  # whoever ended the pass has said why; this is heard only if nobody has
+            # Whoever ended the pass has said why; this is heard only if nobody has.
+            error = interrupted
+            if (
+                isinstance(interrupted, LatePassError)
+                and (root := self._roots.get(local.pass_id)) is not None
+            ):
+                error = self._late(root, local.begin.timeout if local.begin else None)
         except BaseException as raised:
             error = raised
         self._carry_out(local, local.on(lambda part: part.on_local_end(error)))
@@ -620,32 +657,51 @@ class Engine:
             return
         try:
             if error is None and local.last is not None:
-                self._post_gradients(local, *local.last, done=True)
-                local.last = None
+                last, local.last = local.last, None
+                self._post_gradients(local, *last, done=True)
             else:
-                failure = None if error is None else self.host.encode_error(error, root_id)
-                envelope = Envelope(Kind.DONE, self.host.new_message_id())
-                self.host.post(root_id, envelope, Done(local.pass_id, failure), None, None)
-        except TelegradError as lost:
+                self._post_done(local, root_id, error)
+        except PeerLostError as lost:
             logger.info("the root of pass %d is gone: %s", local.pass_id, lost)
             self._end_here(local, "its root is gone")
-            return
-        if error is not None:
-            self._forget(local)
+        except Exception as failed:
+            if error is not None:
+                raise
+            reason = failed
+            self._carry_out(local, local.on(lambda part: part.on_local_end(reason)))
+        else:
+            if error is not None:
+                self._forget(local)
+
+    def _post_done(self, local: LocalPass, root_id: int, error: BaseException | None) -> None:
+        failure = None if error is None else self.host.encode_error(error, root_id)
+        envelope = Envelope(Kind.DONE, self.host.new_message_id())
+        try:
+            self.host.post(root_id, envelope, Done(local.pass_id, failure), None, None)
+        except TooLargeError:
+            assert failure is not None
+            self.host.post(root_id, envelope, Done(local.pass_id, shortened(failure)), None, None)
 
     def _commit(self, local: LocalPass) -> None:
         """Any number of times, by whoever needs it first."""
         context, begin = local.context, local.begin
         assert context is not None
         assert begin is not None
-        with local.committing:
-            gradients, local.gradients = local.gradients, None
-            if gradients is not None and begin.into_grad:
-                gradients.add_to_leaves()
-            elif gradients is not None:
-                with context.lock:
-                    context.gradients.take_over(gradients)
-        self._forget(local)
+        try:
+            with local.committing:
+                gradients, local.gradients = local.gradients, None
+                if gradients is not None and begin.into_grad:
+                    gradients.add_to_leaves()
+                elif gradients is not None:
+                    with context.lock:
+                        context.gradients.take_over(gradients)
+        except Exception as error:
+            if local.part.is_root:
+                raise
+            # Without its traceback: whoever keeps the log must not keep the frames, and what they hold.
+            logger.error("the gradients of pass %d could not be added up: %s", local.pass_id, text_of(error))
+        finally:
+            self._forget(local)
 
     def _forget(self, local: LocalPass) -> None:
         with self._lock:
@@ -680,8 +736,9 @@ class Engine:
         autograd = Autograd(context.id, during=local.pass_id, done=done)
         envelope = Envelope(Kind.GRADIENTS, self.host.new_message_id(), message, autograd=autograd)
         tracked = context if begin.create_graph else None
-        post = partial(self.host.post, sender_of(message), envelope, Gradients(gradients), None, tracked)
-        if done or sum(g.nbytes for g in gradients if g is not None) < SHARED_MEMORY_FROM:
+        left = None if local.deadline is None else max(0.0, local.deadline - time.monotonic())
+        post = partial(self.host.post, sender_of(message), envelope, Gradients(gradients), left, tracked)
+        if done or sum(map(_size_of, gradients)) < SHARED_MEMORY_FROM:
             post()
         else:
             self.host.submit(partial(self._post_later, local, post))
@@ -707,18 +764,14 @@ class Engine:
             return set()
         others = context.known_workers - {told_by, self._id, context.owner}
         for worker in others if tell else ():
-            try:
-                self.host.post(
-                    worker,
-                    Envelope(Kind.RELEASE, self.host.new_message_id()),
-                    Release(context_id),
-                    1.0,
-                    None,
-                )
-            except TelegradError as error:
-                logger.debug("worker %d was not told of the end of context %d: %s", worker, context_id, error)
+            self.tell_released(worker, context_id)
         self._end_passes_of(context)
         return others
+
+    def tell_released(self, worker: int, context_id: int) -> None:
+        """Tells a worker that a context has ended."""
+        if worker != self._id:
+            self._tell(worker, Kind.RELEASE, Release(context_id))
 
     def _on_release(self, context_id: int, told_by: int) -> None:
         self.release(context_id, told_by=told_by)
@@ -735,6 +788,7 @@ class Engine:
     def on_lost(self, peer: int, name: str, reason: str) -> None:
         """A worker is gone: passes that need it fail, its own passes and contexts end."""
         lost = PeerLostError(f"worker {name!r} is gone: {reason}")
+        lost.worker_id = peer
         with self._lock:
             roots, passes = list(self._roots.items()), list(self._passes.values())
         for pass_id, root in roots:
@@ -771,6 +825,12 @@ class Engine:
             self._contexts.take_out(context.id)
 
 
+def _size_of(gradient: Gradient) -> int:
+    if gradient is None:
+        return 0
+    return gradient.nbytes if gradient.layout is torch.strided else SHARED_MEMORY_FROM
+
+
 def _fail(state: BackwardPass, *, error: BaseException) -> list[RootInstruction]:
     return state.on_failure(error)
 
@@ -779,8 +839,13 @@ def _fail_part(part: Part, *, error: BaseException) -> list[PartInstruction]:
     return part.on_local_end(error)
 
 
-def _text_of(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+def _no_leaves(roots: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The roots, with a node in front of those that are leaves: a leaf's own runs before everything else, also before
+    it is known whose engine call it is."""
+    if all(root.grad_fn is not None for root in roots):
+        return roots
+    with torch.enable_grad():
+        return [root if root.grad_fn is not None else root.view_as(root) for root in roots]
 
 
 def _by_worker(ids: Iterable[int]) -> dict[int, tuple[int, ...]]:

@@ -6,6 +6,7 @@ GradientTable  of one context (or of one pass): the gradient of each leaf
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -49,8 +50,8 @@ class GradientTable:
     def add_to_leaves(self) -> None:
         """Adds every gradient to its leaf's `.grad`, and empties the table."""
         self.wait_for_events()
-        for leaf, gradient in self._gradients.items():
-            with torch.no_grad() if not gradient.requires_grad else torch.enable_grad():
+        with _adding_to_leaves:
+            for leaf, gradient in self._gradients.items():
                 leaf.grad = accumulated(leaf.grad, gradient)
         self.clear()
 
@@ -97,9 +98,12 @@ def accumulated(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
         return old.add_(new)
 
 
-_HELD_BY_ENGINE = (
-    2  # uses of a gradient that a prehook sees and nobody else holds: the engine's, and Python's own
+# Of a gradient that a prehook sees and nobody else holds.
+_HELD_BY_ENGINE = 2  # torch's references: the engine's, and Python's own
+_HELD_BY_PYTHON = (
+    3  # Python's references: the hook's arguments, a local name, and the function that counts them
 )
+_adding_to_leaves = threading.Lock()  # two passes may add to one leaf's `.grad` at the same time
 
 # Note [post-accumulate hooks]
 # They run inside of AccumulateGrad and look at the leaf's `.grad`. So for a leaf that has any, `.grad` is set aside
@@ -145,7 +149,9 @@ class Capture:
                 return None
             gradient = gradients[0]
             if gradient is not None:
-                self._add(leaf, _own(gradient, leaf, gradient._use_count() <= _HELD_BY_ENGINE))  # type: ignore[attr-defined]
+                is_free = gradient._use_count() <= _HELD_BY_ENGINE  # type: ignore[attr-defined]
+                is_free = is_free and sys.getrefcount(gradient) <= _HELD_BY_PYTHON
+                self._add(leaf, _own(gradient, leaf, is_free))
             return (None,)
 
         return take

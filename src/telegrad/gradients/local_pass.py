@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from .. import current
-from ..errors import CallTimeoutError, GradientError
+from ..errors import GradientError
 from ..messages import Begin, Envelope, sender_of
 from ..waiter import Waiter
 from . import nodes
@@ -37,6 +38,10 @@ Gradient = torch.Tensor | None
 
 class InterruptedPassError(GradientError):
     """Inside the engine: the pass is over, and what is waited for will not come."""
+
+
+class LatePassError(InterruptedPassError):
+    """Inside the engine: the time of the pass is over."""
 
 
 class Roots(NamedTuple):
@@ -147,7 +152,7 @@ class LocalPass:
 
         Raises:
             InterruptedPassError: the pass is over.
-            CallTimeoutError: its time is.
+            LatePassError: its time is.
         """
         with self.lock:
             if message in self.part.arrived or self.interrupted:
@@ -176,10 +181,7 @@ class LocalPass:
         if self.interrupted:
             raise InterruptedPassError(f"the pass was ended: {self.interrupted}")
         if message not in self.part.arrived:
-            raise CallTimeoutError(
-                f"the gradients of message {message} did not come in time: "
-                "the backward pass ran for more than set timeout"
-            )
+            raise LatePassError(f"the gradients of message {message} did not come in time")
 
     def take(self, sent: int) -> Gradient:
         """The gradient of a tensor that was sent. It has arrived."""
@@ -268,14 +270,15 @@ class LocalPass:
             if sent.message in arrived and not sent.is_leaf and (gradient := self.take(sent.id)) is not None:
                 starts.append(GradientEdge(*sent.edge))
                 gradients.append(gradient)
-            else:
+            elif sent.stand_in.requires_grad:  # a leaf may have been frozen since
                 waits.setdefault(sent.message, []).append(sent)
         leaves: list[Node] = []
         for message in wait_order(waits):
             of_message = sorted(waits[message], key=_leaves_first)
             ids = tuple([sent.id for sent in of_message if sent.is_leaf])
             last = [nodes.make_wait(message, ids, [*(sent.stand_in for sent in of_message), *last])]
-            leaves += [node for node, _ in last[0].grad_fn.next_functions[: len(ids)]]  # type: ignore[union-attr]
+            nexts = last[0].grad_fn.next_functions  # type: ignore[union-attr]
+            leaves += [node for node, _ in nexts[: len(ids)] if node is not None]
         starts += last
         gradients += [_ONE for _ in last]
         return leaves
@@ -296,8 +299,16 @@ class LocalPass:
         capture = self.capture = Capture(lambda: nodes.running() is self)
         try:
             capture.watch(leaves)
+            if begin.create_graph:
+                _use_up_warning()
             _run_backward(
-                starts, gradients, keep, begin.create_graph, (), allow_unreachable=True, accumulate_grad=True
+                starts,
+                gradients,
+                keep,
+                begin.create_graph,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
             )
         finally:
             capture.close()
@@ -422,6 +433,17 @@ def _watch_checkpoint(node: Any) -> None:
 
     recompute.__telegrad__ = True  # type: ignore[attr-defined]
     node.run_function = recompute
+
+
+@functools.cache
+def _use_up_warning() -> None:
+    """torch warns, once in a process, that backward() with create_graph makes a cycle through `.grad`. Here it makes
+    none: the gradient never gets there."""
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        leaf = torch.zeros((), requires_grad=True)
+        (leaf * 1).backward(create_graph=True)
+        leaf.grad = None
 
 
 def _has_devices() -> bool:

@@ -39,7 +39,8 @@ class MissingEntryError(Exception):
 class Log:
     """Of one worker. Entries live as long as the context that they belong to."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_live: Callable[[int], bool]) -> None:
+        self._is_live = is_live  # says whether a context has not ended; what comes later is not taken
         # Guards both below. Held for a moment only, and never while anything else is called: threads that read take it.
         self._lock = threading.RLock()
         self._entries: dict[int, _Logged] = {}
@@ -64,6 +65,8 @@ class Log:
     def _add_locked(self, entry: Entry, known_by: object) -> None:
         logged = self._entries.get(entry.id)
         if logged is None:
+            if not self._is_live(entry.context):
+                return
             logged = self._entries[entry.id] = _Logged(entry)
             self._of_context.setdefault(entry.context, []).append(entry.id)
         if known_by is not None:
