@@ -98,11 +98,25 @@ def accumulated(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
         return old.add_(new)
 
 
-# Of a gradient that a prehook sees and nobody else holds.
-_HELD_BY_ENGINE = 2  # torch's references: the engine's, and Python's own
-_HELD_BY_PYTHON = (
-    3  # Python's references: the hook's arguments, a local name, and the function that counts them
-)
+def _references(gradients: tuple[torch.Tensor, ...]) -> tuple[int, int]:
+    """How often a prehook's gradient is held, in torch and in Python."""
+    gradient = gradients[0]
+    return gradient._use_count(), sys.getrefcount(gradient)  # type: ignore[attr-defined]
+
+
+def _references_of_free_one() -> tuple[int, int]:
+    """The same of a gradient that only the engine holds. Versions of torch differ."""
+    found = []
+    with torch.enable_grad(), torch.inference_mode(False):
+        leaf = torch.zeros(1, requires_grad=True)
+        loss = leaf * 2
+        node: Any = loss.grad_fn
+        node.next_functions[0][0].register_prehook(lambda gradients: found.append(_references(gradients)))
+        loss.backward()
+    return found[0]
+
+
+_FREE = _references_of_free_one()
 _adding_to_leaves = threading.Lock()  # two passes may add to one leaf's `.grad` at the same time
 
 # Note [post-accumulate hooks]
@@ -144,14 +158,11 @@ class Capture:
                 self._cleanup.append(handle.remove)
 
     def _taker(self, leaf: Leaf, is_ours: Callable[[], bool]) -> Callable[[Any], Any]:
-        def take(gradients: tuple[torch.Tensor | None, ...]) -> Any:
+        def take(gradients: tuple[torch.Tensor, ...]) -> Any:
             if not is_ours():
                 return None
-            gradient = gradients[0]
-            if gradient is not None:
-                is_free = gradient._use_count() <= _HELD_BY_ENGINE  # type: ignore[attr-defined]
-                is_free = is_free and sys.getrefcount(gradient) <= _HELD_BY_PYTHON
-                self._add(leaf, _own(gradient, leaf, is_free))
+            if gradients[0] is not None:
+                self._add(leaf, _own(gradients[0], leaf, _references(gradients) == _FREE))
             return (None,)
 
         return take
