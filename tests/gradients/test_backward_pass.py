@@ -132,6 +132,15 @@ def test_the_end_of_a_pass_that_is_not_done_here_drops_what_it_has_gathered():
     assert part.on_local_end() == []  # the engine ends later, and nobody wants to hear of it
 
 
+def test_a_part_that_has_failed_is_never_committed():
+    part = Part()
+    part.on_begin([10])
+    part.on_gradients(10)
+    part.on_local_end(ValueError("broken"))
+    assert Commit() not in part.on_end("")
+    assert part.state is State.ABORTED
+
+
 # -- one worker's part, every sequence ---------------------------------------------------------------------
 
 
@@ -200,7 +209,7 @@ def after(seen: SeenOfPart, part: Part, was: Part, event: str, instructions: lis
             case Discard():
                 seen = replace(seen, discarded=True)
             case Commit():
-                assert event == "finished" and seen.reports
+                assert event == "finished" and seen.reports == ("done",)
                 seen = replace(seen, commits=seen.commits + 1)
             case Late():
                 assert seen.reports

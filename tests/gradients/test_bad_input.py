@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from named_leaves import assert_same, expected, gradients, grads, here, leaf, th
 
 from telegrad import autograd, errors, rpc
 from telegrad.current import current_worker
+from telegrad.gradients.backward_pass import State
 from telegrad.messages import Gradients
 
 pytestmark = pytest.mark.usefixtures("module_cluster")
@@ -361,6 +364,13 @@ def test_grad_of_an_input_that_does_not_require_grad():
         assert_works(context_id)
 
 
+def test_grad_with_no_inputs():
+    with autograd.context() as context_id:
+        with pytest.raises(ValueError, match="`inputs` argument to `grad\\(\\)` cannot be empty"):
+            autograd.grad(context_id, forward(there), [])
+        assert_works(context_id)
+
+
 # -- failures in the pass ----------------------------------------------------------------------------------
 
 
@@ -500,3 +510,45 @@ def test_gradients_that_do_not_fit_are_refused_by_the_receiver(name, text):
         assert caught.value.worker == "driver"
         assert gradients(context_id, NAMES) == dict.fromkeys(NAMES)
         assert_works(context_id)
+
+
+def send_no_gradients() -> None:
+    """From now on, this worker fails to send gradients: after it has told the root that its part is done."""
+    engine = current_worker().engine
+    post = engine.host.post
+
+    def failing(to, envelope, body, *rest) -> None:
+        if not isinstance(body, Gradients):
+            return post(to, envelope, body, *rest)
+        deadline = time.monotonic() + 1
+        part = engine._passes[envelope.autograd.during].part
+        while part.state is not State.REPORTED and time.monotonic() < deadline:
+            threading.Event().wait(0.001)
+        raise errors.EncodeError("made up")
+
+    engine.host.post = failing
+
+
+def send_gradients_again() -> None:
+    del current_worker().engine.host.post
+
+
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+def by_way_of_b(x: torch.Tensor) -> torch.Tensor:
+    return there("b", tripled, x * 2) * 1
+
+
+def test_large_gradients_that_cannot_be_sent():
+    #      driver: x ──▶ a: x * 2 ──▶ b: * 3 ──▶ a ──▶ driver: sum
+    x = torch.ones(20_000, dtype=torch.float64, requires_grad=True)
+    with autograd.context() as context_id:
+        loss = there("a", by_way_of_b, x).sum()
+        there("b", send_no_gradients)
+        try:
+            with pytest.raises(errors.BackwardError, match="made up.*worker 'b'"):
+                autograd.backward(context_id, [loss], timeout=5.0)
+        finally:
+            there("b", send_gradients_again)

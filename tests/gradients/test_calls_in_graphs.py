@@ -3,6 +3,7 @@ many threads; backward from any of the workers; and what becomes of their contex
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import gc
 import threading
@@ -575,8 +576,16 @@ def held_back(x: torch.Tensor) -> torch.Tensor:
     return there("b", weighted, y, "b.w")
 
 
+def test_a_context_that_is_left_on_another_thread_has_ended():
+    context = autograd.context()
+    entered: list[int] = []
+    run_in_threads(lambda: entered.append(context.__enter__()))
+    with contextlib.suppress(ValueError):  # it is not this thread's
+        context.__exit__(None, None, None)
+    assert not autograd._is_valid_context(entered[0])
+
+
 @pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 def test_nothing_is_held_after_the_end(create_graph):
     weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
     with autograd.context(wait=True) as context_id:
@@ -607,3 +616,16 @@ def test_a_late_message_never_brings_a_context_back():
     assert not autograd._is_valid_context(context_id)
     for name in ("a", "b"):
         assert not there(name, is_known_here, context_id)
+
+
+def by_way_of_a_and_b(x: torch.Tensor) -> torch.Tensor:
+    return there("b", weighted, x * leaf("a.w"), "b.w")
+
+
+def test_a_context_that_ends_while_calls_are_on_their_way():
+    """Their functions run, and nothing is left of the context."""
+    for _ in range(20):
+        with autograd.context() as context_id:
+            future = rpc.rpc_async("a", by_way_of_a_and_b, args=(leaf("driver.x"),))
+        future.wait()
+        assert not autograd._is_valid_context(context_id)

@@ -223,7 +223,6 @@ def with_surroundings(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 def test_the_passs_context_and_worker_are_current_in_hooks(create_graph):
     with autograd.context() as context_id:
         y = there("a", with_surroundings, leaf("driver.x"))

@@ -22,9 +22,13 @@ def entry(id: int, *depends_on: int, context: int = CONTEXT) -> Entry:
 CHAIN = [entry(1), entry(2, 1), entry(3, 1), entry(4, 2, 3), entry(6, 4), entry(7)]
 
 
+def new_log() -> Log:
+    return Log(lambda context: True)
+
+
 @pytest.fixture
 def log() -> Log:
-    log = Log()
+    log = new_log()
     log.merge(CHAIN, None)
     return log
 
@@ -67,7 +71,7 @@ def test_the_closure_goes_through_groups(log):
 
 
 def test_a_closure_is_as_deep_as_it_is():
-    log = Log()
+    log = new_log()
     log.merge([entry(n, *([n - 1] if n > 1 else [])) for n in range(1, 50_001)], None)
     assert len(log.closure([50_000])) == 50_000
 
@@ -96,7 +100,7 @@ def test_connections_know_nothing_of_each_other(log):
 
 
 def test_what_a_connection_has_brought_does_not_go_back_on_it():
-    log = Log()
+    log = new_log()
     log.merge(CHAIN[:2], "wire")
     log.merge([entry(10, 2)], None)
     assert ids(log.entries_for("wire", [10])) == [10]
@@ -104,7 +108,7 @@ def test_what_a_connection_has_brought_does_not_go_back_on_it():
 
 
 def test_an_entry_that_comes_over_two_connections_is_known_by_both():
-    log = Log()
+    log = new_log()
     log.merge([entry(1)], "one")
     log.merge([entry(1)], "two")
     assert len(log) == 1
@@ -137,7 +141,7 @@ def test_groups_travel_with_what_names_them(log):
 def test_whoever_holds_a_tensor_holds_everything_behind_it(seed):
     """Workers that send each other random tensors: nobody ever misses an entry."""
     rng = random.Random(seed)
-    logs = [Log() for _ in range(4)]
+    logs = [new_log() for _ in range(4)]
     holds: list[list[int]] = [[] for _ in logs]
     truth: dict[int, set[int]] = {}  # what is behind each tensor, itself included
     for id in range(1, 200):
@@ -172,6 +176,17 @@ def test_entries_live_as_long_as_their_context(log):
     assert len(log) == 0
     log.release(OTHER)  # any number of times
     log.release(3000)  # also one that was never heard of
+
+
+def test_what_comes_after_the_end_of_its_context_is_not_taken():
+    live = {CONTEXT, OTHER}
+    log = Log(live.__contains__)
+    log.add(entry(1))
+    live.remove(CONTEXT)
+    log.release(CONTEXT)
+    log.merge([entry(2, 1), entry(20, context=OTHER)], "wire")
+    log.add(entry(3))
+    assert len(log) == 1 and 20 in log
 
 
 # -- what leads to a source --------------------------------------------------------------------------------
@@ -218,7 +233,7 @@ def test_useful_against_brute_force(seed):
         id = -n if rng.random() < 0.2 else n
         entries[id] = entry(id, *rng.sample(sorted(entries), min(len(entries), rng.randrange(4))))
     sources = {id for id in entries if id > 0 and rng.random() < 0.1}
-    log = Log()
+    log = new_log()
     log.merge(entries.values(), None)
     expected = {id for id in entries if sources & log.closure([id]).keys()}
     assert useful(entries, sources.__contains__) == expected

@@ -11,11 +11,7 @@ from named_leaves import PATIENCE, assert_same, expected, gradients, here, leaf,
 
 from telegrad import autograd
 
-# torch warns of cycles in `.grad`, once in a process.
-pytestmark = [
-    pytest.mark.usefixtures("module_cluster"),
-    pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True"),
-]
+pytestmark = pytest.mark.usefixtures("module_cluster")
 
 Grad = Callable[..., tuple[torch.Tensor, ...]]
 
