@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from test_leaves import Gives, capture_backward
 
-# -- leaves: with torch 2.13, Python's references to a gradient that nobody else holds are 4, not 3: all are copied ---
+# -- leaves: every gradient is copied, since an argument of the call in which references are counted is one more ----
 
 
 def test_a_gradient_that_nobody_else_holds_is_kept_without_a_copy():
