@@ -162,7 +162,8 @@ class Capture:
             if not is_ours():
                 return None
             if gradients[0] is not None:
-                self._add(leaf, _own(gradients[0], leaf, _references(gradients) == _FREE))
+                is_free = _references(gradients) == _FREE  # asked first: to name it is to hold it
+                self._add(leaf, _own(gradients[0], leaf, is_free))
             return (None,)
 
         return take
