@@ -15,7 +15,7 @@ import torch
 
 from telegrad import autograd, rpc
 
-PATIENCE = 8.0  # seconds
+PATIENCE = 20.0  # seconds
 
 _leaves: dict[str, torch.Tensor] = {}
 _making = threading.Lock()  # guards the above
