@@ -117,6 +117,30 @@ def test_gradients_have_their_leafs_dtype(dtype):
 # -- whose memory it is ------------------------------------------------------------------------------------
 
 
+def test_a_gradient_that_nobody_else_holds_is_kept_without_a_copy():
+    addresses = []
+
+    def make(gradient):
+        made = torch.full((1000,), 3.0)
+        addresses.append(made.data_ptr())
+        return made
+
+    weight = torch.ones(1000, requires_grad=True)
+    table = capture_backward(Gives.apply(weight, make).sum(), [weight])
+    assert table.get(weight).data_ptr() == addresses[0]
+    # As in torch.
+    Gives.apply(weight, make).sum().backward()
+    assert weight.grad.data_ptr() == addresses[1]
+
+
+def test_a_gradient_that_torch_has_made_is_kept_without_a_copy():
+    addresses = []
+    weight = torch.ones(1000, requires_grad=True)
+    weight.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
+    table = capture_backward((weight * weight).sum(), [weight])
+    assert table.get(weight).data_ptr() == addresses[0]
+
+
 def test_a_gradient_that_somebody_holds_is_copied():
     held = []
 
