@@ -6,6 +6,7 @@ GradientTable  of one context (or of one pass): the gradient of each leaf
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -104,8 +105,10 @@ def _references(gradients: tuple[torch.Tensor, ...]) -> tuple[int, int]:
     return gradient._use_count(), sys.getrefcount(gradient)  # type: ignore[attr-defined]
 
 
+@functools.cache
 def _references_of_free_one() -> tuple[int, int]:
-    """The same of a gradient that only the engine holds. Versions of torch differ."""
+    """The same of a gradient that only the engine holds. Versions of torch differ. Not when this module is imported:
+    the engine's first call starts threads, and CUDA, which no process may do that is forked after it."""
     found = []
     with torch.enable_grad(), torch.inference_mode(False):
         leaf = torch.zeros(1, requires_grad=True)
@@ -116,7 +119,6 @@ def _references_of_free_one() -> tuple[int, int]:
     return found[0]
 
 
-_FREE = _references_of_free_one()
 _adding_to_leaves = threading.Lock()  # two passes may add to one leaf's `.grad` at the same time
 
 # Note [post-accumulate hooks]
@@ -142,6 +144,7 @@ class Capture:
 
     def __init__(self, is_ours: Callable[[], bool]) -> None:
         self._is_ours = is_ours
+        self._free = _references_of_free_one()
         self._lock = threading.Lock()  # device threads of the engine add at the same time
         self._cleanup: list[Callable[[], None]] = []
         self.gradients = GradientTable()
@@ -162,7 +165,7 @@ class Capture:
             if not is_ours():
                 return None
             if gradients[0] is not None:
-                is_free = _references(gradients) == _FREE  # asked first: to name it is to hold it
+                is_free = _references(gradients) == self._free  # asked first: to name it is to hold it
                 self._add(leaf, _own(gradients[0], leaf, is_free))
             return (None,)
 
