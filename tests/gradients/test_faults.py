@@ -1,16 +1,17 @@
 """Errors at every step of a pass: what backward() raises, and what the workers are left with. The chain of calls is in
-fault_programs.py; workers that die are in test_deaths.py."""
+fault_programs.py; workers that die are in test_deaths.py, and what ends while a pass runs in test_endings.py."""
+
+# ruff: noqa: F811 (fixtures are imported)
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
 
 import fault_programs as programs
 import pytest
 import torch
+from fault_fixtures import fan, held_messages, info, is_event, trio, watching, workers  # noqa: F401
 from fault_programs import (
     PATIENCE,
     PLACES,
@@ -28,7 +29,6 @@ from fault_programs import (
     open_gate,
     soon,
     wait_at_gate,
-    wait_for_arrival,
     wait_until,
 )
 from torch import Tensor
@@ -39,33 +39,7 @@ from telegrad.events import Event
 from telegrad.messages import Autograd, Envelope, Gradients, Kind
 from telegrad.worker import Worker
 
-
-@pytest.fixture(autouse=True)
-def gates() -> Iterator[None]:
-    yield
-    programs.forget_gates()
-
-
-@pytest.fixture
-def trio(transport: str, server: telegrad.ForkServer) -> Iterator[telegrad.LocalCluster]:
-    """Workers "b" and "c", and the driver, on each transport."""
-    with telegrad.LocalCluster(["b", "c"], transport=transport, server=server) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def workers() -> Iterator[dict[str, Worker]]:
-    """The same in this process."""
-    with telegrad.LocalCluster(["b", "c"], transport="inproc") as cluster:
-        found = {worker.name: worker for worker in cluster._in_process}
-        for name in found:
-            rpc.rpc_sync(name, rpc.rpc_sync, args=("driver", abs, (1,)))  # all have met, and have threads
-        yield found
-        found.clear()  # pytest keeps it for longer
-
-
-def info(name: str) -> telegrad.WorkerInfo:
-    return rpc.get_worker_info(name)
+SMALL_MESSAGES = telegrad.Options(max_message_bytes=1 << 18)
 
 
 # -- exceptions -------------------------------------------------------------------------------------------
@@ -126,6 +100,9 @@ def test_a_second_pass_over_a_chain_that_failed_once(trio):
     check_nothing_is_left()
 
 
+# -- exceptions of odd kinds ------------------------------------------------------------------------------
+
+
 class UnsendableError(Exception):
     def __reduce__(self) -> str:
         raise TypeError("cannot be sent")
@@ -160,6 +137,37 @@ def test_an_exception_without_a_text(workers, place):
         check_error(error, info(PLACES[place]), "NamelessError", NamelessError)
 
 
+class SpeechlessError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("has no text")
+
+
+def fail_speechless(place: str) -> None:
+    raise SpeechlessError
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exception_whose_text_cannot_be_had(workers, place):
+    with autograd.context() as context_id:
+        error = backward_error(context_id, forward(Fault(place, action=fail_speechless)), timeout=2.0)
+        assert error.worker == PLACES[place]
+        assert type(error.__cause__) is SpeechlessError
+    check_nothing_is_left()
+
+
+def leave_the_program(place: str) -> None:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize("place", ["outer", "last"])
+def test_a_worker_that_wants_to_exit_does_not_end_the_root(workers, place):
+    with autograd.context() as context_id:
+        error = backward_error(context_id, forward(Fault(place, action=leave_the_program)))
+        assert error.worker == PLACES[place]
+    check_works()
+    check_nothing_is_left()
+
+
 def interrupt(place: str) -> None:
     raise KeyboardInterrupt
 
@@ -175,7 +183,67 @@ def test_ctrl_c_at_the_root(workers, place):
     check_nothing_is_left()
 
 
+def fail_at_length(place: str) -> None:
+    raise BoomError("boom " * (1 << 17))
+
+
+@pytest.mark.parametrize("place", ["outer", "last"])
+def test_an_exception_that_is_too_large_to_be_sent(place):
+    with telegrad.LocalCluster(["b", "c"], transport="inproc", options=SMALL_MESSAGES):
+        with autograd.context() as context_id:
+            error = backward_error(context_id, forward(Fault(place, action=fail_at_length)), timeout=3.0)
+            assert error.worker == PLACES[place]
+            assert "boom boom" in str(error)
+        check_works()
+        check_nothing_is_left()
+
+
+def fail_at_length_in_call() -> None:
+    fail_at_length("call")
+
+
+def test_a_call_whose_exception_is_too_large_to_be_sent():
+    with telegrad.LocalCluster(["b"], transport="inproc", options=SMALL_MESSAGES):
+        with soon(), pytest.raises(RuntimeError, match="boom boom"):
+            rpc.rpc_sync("b", fail_at_length_in_call, timeout=3.0)
+        assert rpc.rpc_sync("b", abs, args=(-1,), timeout=3.0) == 1
+
+
 # -- gradients that are not what they should be -----------------------------------------------------------
+
+
+class Unsendable(torch.Tensor):
+    """A gradient that cannot be sent."""
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError("cannot be sent")
+
+
+class GiveUnsendable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient.clone().as_subclass(Unsendable)
+
+
+def give_unsendable(x: Tensor) -> Tensor:
+    return GiveUnsendable.apply(x)
+
+
+@pytest.mark.parametrize("size", [3, 1 << 16], ids=["small", "large"])
+def test_a_gradient_that_cannot_be_sent(workers, size):
+    """The large one is written by another thread, while its worker has nothing more to do."""
+    with autograd.context() as context_id:
+        x = torch.ones(size, requires_grad=True)
+        loss = rpc.rpc_sync("b", give_unsendable, args=(x,)).sum()
+        error = backward_error(context_id, loss, timeout=3.0)
+        assert error.worker == "b"
+        assert "cannot be sent" in str(error)
+    check_works()
+    check_nothing_is_left()
 
 
 BAD_GRADIENTS = {
@@ -194,19 +262,6 @@ def forge(
     autograd_of_message = Autograd(current.context_id.get(), during=during)
     envelope = Envelope(Kind.GRADIENTS, worker.new_message_id(), message, autograd=autograd_of_message)
     worker.engine.host.post(to, envelope, Gradients(gradients), PATIENCE, None)
-
-
-@contextlib.contextmanager
-def watching(worker: Worker, see: Callable[[Event], None]) -> Iterator[None]:
-    end = worker.events.subscribe(see)
-    try:
-        yield
-    finally:
-        end()
-
-
-def is_event(event: Event, *expected: str) -> bool:
-    return (event.stage, event.phase, event.kind) == expected
 
 
 @pytest.mark.parametrize("what", BAD_GRADIENTS)
@@ -273,18 +328,6 @@ def test_gradients_that_cannot_be_decoded(workers, monkeypatch):
 # -- which failure, and what comes late -------------------------------------------------------------------
 
 
-def fan(faults_of_b: tuple[Fault, ...], faults_of_c: tuple[Fault, ...]) -> Tensor:
-    """
-         ┌▶ b ─┐
-    x ───┤     ├─▶ loss
-         └▶ c ─┘
-    """
-    x = torch.ones(3, requires_grad=True)
-    one = rpc.rpc_async("b", programs.on_c, args=(x, faults_of_b))
-    other = rpc.rpc_async("c", programs.on_c, args=(x, faults_of_c))
-    return (one.wait() + other.wait()).sum()
-
-
 def test_the_first_failure_wins(trio):
     for first, second in (("b", "c"), ("c", "b")):
         faults = {first: (Fault("last"),), second: (Fault("last", action=programs.fail_after_gate),)}
@@ -296,26 +339,6 @@ def test_the_first_failure_wins(trio):
         rpc.rpc_sync(second, programs.forget_gates)
     check_works()
     check_nothing_is_left()
-
-
-@pytest.fixture
-def held_messages() -> Iterator[Callable[..., tuple[threading.Event, threading.Event]]]:
-    """Holds messages of a kind up as they are sent. Gives two events: one is being held; let them go."""
-    with contextlib.ExitStack() as undo:
-
-        def hold(worker: Worker, kind: str, *, to: str = "") -> tuple[threading.Event, threading.Event]:
-            held, release = threading.Event(), threading.Event()
-
-            def see(event: Event) -> None:
-                if is_event(event, "send", "started", kind) and to in ("", event.peer):
-                    held.set()
-                    assert release.wait(PATIENCE)
-
-            undo.callback(worker.events.subscribe(see))
-            undo.callback(release.set)
-            return held, release
-
-        yield hold
 
 
 def test_late_gradients_are_dropped_and_logged(workers, held_messages, caplog):
@@ -392,109 +415,3 @@ def test_gradients_of_an_unknown_pass_do_not_bring_a_context_back(workers, caplo
     assert not autograd.debug_info()["contexts"]
     with pytest.raises(errors.UnknownContextError):
         rpc.rpc_sync("b", autograd.get_gradients, args=(context_id,))
-
-
-# -- time -------------------------------------------------------------------------------------------------
-
-
-def test_a_pass_that_is_stuck_ends_in_time_and_says_who_is_not_done(workers):
-    """The root has nothing to wait for but the reports of others."""
-    with autograd.context() as context_id:
-        loss = rpc.rpc_sync(
-            "b", programs.on_c, args=(torch.ones(3), (Fault("last", "leaf hook", wait_at_gate),))
-        )
-        error = backward_error(context_id, loss.sum(), timeout=0.2)
-        assert "workers ['b'] are not done" in str(error)
-        open_gate("last")
-        check_shows_nothing(context_id)
-
-
-# -- contexts that end while a pass runs ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", ["outer", "last", "inner"])
-def test_releasing_a_context_ends_its_pass_everywhere(trio, place):
-    with contextlib.ExitStack() as entered:
-        context_id = entered.enter_context(autograd.context())
-        loss = forward(Fault(place, action=wait_at_gate))
-        running = InThread(autograd.backward, context_id, [loss], timeout=PATIENCE)
-        wait_for_arrival(place)
-        entered.close()
-        with soon():
-            error = running.wait().error
-        text = f"context {context_id} ended while its backward pass ran"
-        check_error(error, info("driver"), text, errors.UnknownContextError)
-        check_nothing_is_left()  # although the engine is still at work there
-        rpc.rpc_sync(PLACES[place], open_gate, args=(place,))
-        rpc.rpc_sync(PLACES[place], programs.forget_gates)
-    check_works()
-    check_nothing_is_left()
-
-
-def test_releasing_a_context_ends_a_pass_that_another_worker_began(trio):
-    with contextlib.ExitStack() as entered:
-        context_id = entered.enter_context(autograd.context())
-        faults = (Fault("last", action=wait_at_gate),)
-        future = rpc.rpc_async("b", programs.backward_of_call, args=(context_id, faults))
-        wait_for_arrival("last")
-        entered.close()
-        with soon(), pytest.raises(errors.BackwardError, match=f"context {context_id} ended while"):
-            future.wait(PATIENCE)
-        check_nothing_is_left()
-        rpc.rpc_sync("c", open_gate, args=("last",))
-        rpc.rpc_sync("c", programs.forget_gates)
-    check_works()
-
-
-# -- workers that shut down -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("victim", ["b", "c"])
-def test_a_worker_that_shuts_down_ends_the_pass(workers, victim):
-    place = "last"
-    with autograd.context() as context_id:
-        loss = forward(Fault(place, action=wait_at_gate))
-        running = InThread(autograd.backward, context_id, [loss], timeout=PATIENCE)
-        wait_for_arrival(place)
-        closing = InThread(workers[victim].close, graceful=False)
-        with soon():
-            error = running.wait().error
-        assert type(error) is errors.BackwardError
-        assert f"worker {victim!r} is gone" in str(error)
-        open_gate(place)
-        closing.wait()
-        survivors = sorted({"driver", "b", "c"} - {victim})
-        check_shows_nothing(context_id, *survivors)
-    programs.check_works_with(*survivors)
-    check_nothing_is_left(*survivors)
-
-
-def test_a_root_that_shuts_down_ends_its_pass(workers):
-    with autograd.context() as context_id:
-        loss = forward(Fault("last", action=wait_at_gate))
-        running = InThread(autograd.backward, context_id, [loss], timeout=PATIENCE)
-        wait_for_arrival("last")
-        with soon():
-            closing = InThread(workers["driver"].close, graceful=False)
-            error = running.wait().error
-            closing.wait()
-        assert type(error) is errors.BackwardError
-        assert type(error.__cause__) is errors.NotStartedError
-        assert "was shut down during a backward pass" in str(error)
-        for name in ("b", "c"):
-            engine = workers[name].engine
-            wait_until(lambda engine=engine: not any(engine.statistics().values()), "nothing left")
-        open_gate("last")
-
-
-@pytest.mark.parametrize("who", ["driver", "b", "c"])
-def test_a_graceful_shutdown_waits_for_the_pass(workers, who):
-    with autograd.context() as context_id:
-        loss = forward(Fault("last", action=wait_at_gate))
-        running = InThread(autograd.backward, context_id, [loss], timeout=PATIENCE)
-        wait_for_arrival("last")
-        closing = InThread(workers[who].close, timeout=PATIENCE)
-        assert not workers[who]._closed_because
-        open_gate("last")
-        assert running.wait().error is None
-        assert closing.wait().error is None

@@ -1,0 +1,365 @@
+"""What ends while a pass runs: its time, its context, a worker; and the end of the pass itself. The chain of calls is
+in fault_programs.py."""
+
+# ruff: noqa: F811 (fixtures are imported)
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+
+import fault_programs as programs
+import pytest
+import torch
+from fault_fixtures import fan, held_messages, info, is_event, trio, watching, workers  # noqa: F401
+from fault_programs import (
+    PATIENCE,
+    PLACES,
+    Fault,
+    InThread,
+    Trip,
+    backward_error,
+    check_error,
+    check_nothing_is_left,
+    check_shows_nothing,
+    check_works,
+    forward,
+    open_gate,
+    soon,
+    wait_at_gate,
+    wait_for_arrival,
+    wait_until,
+)
+from torch import Tensor
+from torch.distributed import HashStore
+
+import telegrad
+from telegrad import autograd, current, errors, rpc
+from telegrad.events import Event
+from telegrad.gradients import leaves
+from telegrad.messages import Envelope, Kind, Member
+from telegrad.rendezvous import Group
+
+# -- its time ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["outer", "last", "inner"])
+def test_a_pass_that_is_stuck_ends_in_time_and_says_who_is_not_done(trio, place):
+    with autograd.context() as context_id:
+        loss = forward(Fault(place, action=wait_at_gate))
+        error = backward_error(context_id, loss, timeout=0.2)
+        assert "timeout (200 ms)" in str(error)
+        assert type(error.__cause__) is errors.CallTimeoutError
+        assert repr(PLACES[place]) in str(error)
+        assert "are not done" in str(error)
+        rpc.rpc_sync(PLACES[place], open_gate, args=(place,))
+        check_shows_nothing(context_id)
+    rpc.rpc_sync(PLACES[place], programs.forget_gates)
+    check_works()
+    check_nothing_is_left()
+
+
+def test_a_root_that_waits_for_nothing_but_reports_ends_in_time(workers):
+    """The root has nothing to wait for but the reports of others."""
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync(
+            "b", programs.on_c, args=(torch.ones(3), (Fault("last", "leaf hook", wait_at_gate),))
+        )
+        error = backward_error(context_id, loss.sum(), timeout=0.2)
+        assert "workers ['b'] are not done" in str(error)
+        open_gate("last")
+        check_shows_nothing(context_id)
+
+
+def test_a_hook_of_the_root_that_waits_for_an_earlier_call():
+    """Whoever waits in users' code, somebody reads."""
+    with telegrad.LocalCluster(["b", "c"], transport="inproc"), autograd.context() as context_id:
+        received = rpc.rpc_sync("b", programs.twice, args=(torch.ones(3, requires_grad=True),))
+        rpc.rpc_sync("c", abs, args=(1,))
+        future = rpc.rpc_async("b", answer_after_gate)
+
+        def wait_for_call(place: str) -> None:
+            open_gate("earlier call")
+            assert future.wait(3.0) == "answered"
+
+        with soon():
+            autograd.backward(
+                context_id, [Trip.apply(received, wait_for_call, "root").sum()], timeout=PATIENCE
+            )
+
+
+def answer_after_gate() -> str:
+    assert programs._gates["earlier call"].wait(PATIENCE)
+    return "answered"
+
+
+# -- its context ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["outer", "last", "inner"])
+def test_releasing_a_context_ends_its_pass_everywhere(trio, place):
+    with contextlib.ExitStack() as entered:
+        context_id = entered.enter_context(autograd.context())
+        loss = forward(Fault(place, action=wait_at_gate))
+        running = InThread(autograd.backward, context_id, [loss], timeout=PATIENCE)
+        wait_for_arrival(place)
+        entered.close()
+        with soon():
+            error = running.wait().error
+        text = f"context {context_id} ended while its backward pass ran"
+        check_error(error, info("driver"), text, errors.UnknownContextError)
+        check_nothing_is_left()  # although the engine is still at work there
+        rpc.rpc_sync(PLACES[place], open_gate, args=(place,))
+        rpc.rpc_sync(PLACES[place], programs.forget_gates)
+    check_works()
+    check_nothing_is_left()
+
+
+def test_releasing_a_context_ends_a_pass_that_another_worker_began(trio):
+    with contextlib.ExitStack() as entered:
+        context_id = entered.enter_context(autograd.context())
+        faults = (Fault("last", action=wait_at_gate),)
+        future = rpc.rpc_async("b", programs.backward_of_call, args=(context_id, faults))
+        wait_for_arrival("last")
+        entered.close()
+        with soon(), pytest.raises(errors.BackwardError, match=f"context {context_id} ended while"):
+            future.wait(PATIENCE)
+        check_nothing_is_left()
+        rpc.rpc_sync("c", open_gate, args=("last",))
+        rpc.rpc_sync("c", programs.forget_gates)
+    check_works()
+
+
+def test_a_context_that_ends_while_a_pass_is_planned(workers, monkeypatch):
+    driver = workers["driver"]
+    plan = driver.engine._plan
+
+    def plan_and_release(*args: object) -> object:
+        found = plan(*args)
+        driver.release_context(context_id, wait=True)
+        return found
+
+    with autograd.context() as context_id:
+        loss = forward()
+        monkeypatch.setattr(driver.engine, "_plan", plan_and_release)
+        with soon(), pytest.raises(errors.GradientError, match=f"context.*{context_id}"):
+            autograd.backward(context_id, [loss], timeout=3.0)
+        monkeypatch.undo()
+    check_works()
+    check_nothing_is_left()
+
+
+def test_a_call_that_is_sent_as_its_context_ends_leaves_nothing(workers, held_messages):
+    held, release = held_messages(workers["b"], "call", to="c")
+    with autograd.context(wait=True):
+        future = rpc.rpc_async("b", programs.on_b, args=(torch.ones(3, requires_grad=True), ()))
+        assert held.wait(PATIENCE)
+    release.set()
+    future.wait(PATIENCE)
+    check_nothing_is_left(within=2.0)
+
+
+# -- a worker ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", ["b", "c"])
+def test_a_worker_that_shuts_down_ends_the_pass(workers, victim):
+    place = "last"
+    with autograd.context() as context_id:
+        loss = forward(Fault(place, action=wait_at_gate))
+        running = InThread(autograd.backward, context_id, [loss], timeout=PATIENCE)
+        wait_for_arrival(place)
+        closing = InThread(workers[victim].close, graceful=False)
+        with soon():
+            error = running.wait().error
+        assert type(error) is errors.BackwardError
+        assert f"worker {victim!r} is gone" in str(error)
+        open_gate(place)
+        closing.wait()
+        survivors = sorted({"driver", "b", "c"} - {victim})
+        check_shows_nothing(context_id, *survivors)
+    programs.check_works_with(*survivors)
+    check_nothing_is_left(*survivors)
+
+
+def test_a_root_that_shuts_down_ends_its_pass(workers):
+    with autograd.context() as context_id:
+        loss = forward(Fault("last", action=wait_at_gate))
+        running = InThread(autograd.backward, context_id, [loss], timeout=PATIENCE)
+        wait_for_arrival("last")
+        with soon():
+            closing = InThread(workers["driver"].close, graceful=False)
+            error = running.wait().error
+            closing.wait()
+        assert type(error) is errors.BackwardError
+        assert type(error.__cause__) is errors.NotStartedError
+        assert "was shut down during a backward pass" in str(error)
+        for name in ("b", "c"):
+            engine = workers[name].engine
+            wait_until(lambda engine=engine: not any(engine.statistics().values()), "nothing left")
+        open_gate("last")
+
+
+@pytest.mark.parametrize("who", ["driver", "b", "c"])
+def test_a_graceful_shutdown_waits_for_the_pass(workers, who):
+    with autograd.context() as context_id:
+        loss = forward(Fault("last", action=wait_at_gate))
+        running = InThread(autograd.backward, context_id, [loss], timeout=PATIENCE)
+        wait_for_arrival("last")
+        closing = InThread(workers[who].close, timeout=PATIENCE)
+        assert not workers[who]._closed_because
+        open_gate("last")
+        assert running.wait().error is None
+        assert closing.wait().error is None
+
+
+def test_a_participant_that_loses_another_blames_that_one(workers):
+    """The connection between b and c ends while c is in users' code. The root is connected with both."""
+    with autograd.context() as context_id:
+        loss = forward(Fault("last", action=wait_at_gate))
+        running = InThread(autograd.backward, context_id, [loss], timeout=PATIENCE)
+        wait_for_arrival("last")
+        with soon():
+            workers["b"]._peers.connection_with(workers["c"].id).abort("cut")
+            error = running.wait().error
+        open_gate("last")
+        assert type(error) is errors.BackwardError
+        assert str(error).startswith(f"Error on Node {error.worker_id}: worker {error.worker!r} is gone")
+        assert error.worker in ("b", "c")
+
+
+class Vanishing:
+    """A store whose keys go between a question and the next."""
+
+    def __init__(self, store: HashStore) -> None:
+        self._store = store
+
+    def check(self, keys: list[str]) -> bool:
+        found = self._store.check(keys)
+        for key in keys:
+            self._store.delete_key(key)
+        return found
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+
+def test_a_worker_that_leaves_while_it_is_looked_up():
+    """Whoever looks must not wait until the store's time is over, with all other questions behind it."""
+    store = HashStore()
+    store.set_timeout(datetime.timedelta(seconds=2))
+    group = Group(store, None, PATIENCE)
+    group.publish(Member(1, "b", (), "here"))
+    group._store = Vanishing(group._store)
+    with soon():
+        group.find(1)
+    group._store = None
+
+
+# -- the pass itself --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["first", "inner", "last"])
+def test_a_grad_that_cannot_be_added_to(workers, place):
+    """As with local autograd it is an error; and nothing hangs or is left after it."""
+    with autograd.context() as context_id:
+        loss = forward()
+        leaf = programs._leaves[workers[PLACES[place]]][place]
+        leaf.grad = torch.zeros(()).expand(3)
+        with soon(), contextlib.suppress(errors.BackwardError):
+            autograd.backward(context_id, [loss], timeout=PATIENCE, into="grad")
+            assert PLACES[place] != "driver", "an error at the root was lost"
+        leaf.grad = None
+        wait_until(
+            lambda: not any(w.engine.statistics()["passes"] for w in workers.values()), "the pass's end"
+        )
+    assert rpc.rpc_sync(PLACES[place], abs, args=(-1,), timeout=3.0) == 1
+    check_works()
+    check_nothing_is_left()
+
+
+def grad_here(place: str) -> Tensor | None:
+    return programs._leaves[current.current_worker()][place].grad
+
+
+def test_what_is_called_after_a_pass_sees_all_of_its_gradients(workers):
+    """However long the worker takes to come to the end of the pass: here until the call was answered, or half a
+    second."""
+    answered = threading.Event()
+
+    def see(event: Event) -> None:
+        if is_event(event, "receive", "started", "end"):
+            answered.wait(0.5)
+
+    with autograd.context() as context_id, watching(workers["b"], see):
+        autograd.backward(context_id, [forward()], timeout=PATIENCE, into="grad")
+        grad = rpc.rpc_sync("b", grad_here, args=("inner",))
+        answered.set()
+        assert grad is not None
+
+
+def test_two_passes_that_add_to_one_grad_at_once(workers, monkeypatch):
+    both = threading.Barrier(2)
+    shared = torch.ones(3, requires_grad=True)
+    accumulated = leaves.accumulated
+
+    def together(old: Tensor | None, new: Tensor) -> Tensor:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # passed by two threads only if nothing keeps them apart
+        return accumulated(old, new)
+
+    def one_pass() -> None:
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("b", programs.twice, args=(shared * 1,)).sum()
+            autograd.backward(context_id, [loss], timeout=PATIENCE, into="grad")
+
+    monkeypatch.setattr(leaves, "accumulated", together)
+    running = [InThread(one_pass) for _ in range(2)]
+    for each in running:
+        assert each.wait().error is None
+    torch.testing.assert_close(shared.grad, torch.full((3,), 4.0))
+
+
+@pytest.mark.parametrize("kind", ["end", "release"])
+def test_a_peer_that_takes_no_message_for_a_while_hurts_nobody_else(workers, monkeypatch, kind):
+    """Its connection is full, and the time for a word to it is over. The others must hear it all the same."""
+    driver = workers["driver"]
+    send = driver.send
+
+    def slow(
+        connection: object, envelope: Envelope, body: object, timeout: float | None, *args: object
+    ) -> None:
+        if envelope.kind == Kind[kind.upper()] and connection.peer.name == "b" and timeout is not None:
+            raise TimeoutError("worker 'b' did not take the message in time")
+        send(connection, envelope, body, timeout, *args)
+
+    monkeypatch.setattr(driver, "send", slow)
+    with autograd.context() as context_id:
+        with contextlib.suppress(errors.BackwardError):
+            autograd.backward(context_id, [fan((), (Fault("last"),))], timeout=3.0)
+        with soon():
+            check_shows_nothing(context_id, "driver", "c")
+    check_nothing_is_left(within=2.0)  # b has heard of it, too
+
+
+def test_ctrl_c_while_the_end_of_a_pass_is_told(workers):
+    """Whoever was not told yet must hear of it all the same."""
+
+    pressed: list[Event] = []
+
+    def press(event: Event) -> None:
+        if is_event(event, "send", "started", "end") and not pressed:
+            pressed.append(event)
+            raise KeyboardInterrupt
+
+    with autograd.context() as context_id:
+        loss = forward()
+        with watching(workers["driver"], press), pytest.raises(KeyboardInterrupt):
+            autograd.backward(context_id, [loss], timeout=PATIENCE)
+        with soon(3.0):
+            wait_until(
+                lambda: not any(w.engine.statistics()["passes"] for w in workers.values()), "the pass's end"
+            )
+    check_works()
+    check_nothing_is_left()
