@@ -115,7 +115,10 @@ class Reader:
         while duty.waiting:
             message = duty.waiting.popleft()
             self._roster.leave(duty)
-            self._receive(message, None)
+            try:
+                self._receive(message, None)
+            except Exception:  # whatever it was, the connection must be read again
+                logger.exception("worker %r: a message could not be handled", self._name)
             del message
             if not duty.take_back():
                 return False

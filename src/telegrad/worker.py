@@ -412,8 +412,10 @@ class Worker:
             return
         try:
             lives = self.call(context.owner, _takes_part, (context.id, self.id))
-        except TelegradError:
+        except (PeerLostError, UnknownWorkerError):
             lives = False
+        except TelegradError:
+            return  # it is busy, but there
         if not lives and not self._closed_because:
             self.engine.release(context.id, told_by=context.owner)
 

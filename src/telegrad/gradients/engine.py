@@ -380,7 +380,8 @@ class Engine:
             self._contexts.find(context.id) is None
         ):  # it has ended since; from here on its end would end the pass
             with self._lock:
-                del self._roots[pass_id], self._passes[pass_id]
+                self._roots.pop(pass_id, None)
+                self._passes.pop(pass_id, None)
             self._contexts.get(context.id)
         others = [worker for worker in plan.sends if worker != self._id]
         inside = torch._C._current_graph_task_id() >= 0
@@ -560,9 +561,11 @@ class Engine:
 
     def _on_success(self, root: _Root, worker: int) -> None:
         """The thread that waits for the pass says the last word itself: backward() returns after it."""
-        instructions = root.on(lambda state: state.on_report(worker, None))
+        with root.lock:  # whoever finds the pass over must also find what is left to do
+            instructions = root.on(lambda state: state.on_report(worker, None))
+            if instructions:
+                root.finishing = instructions
         if instructions:
-            root.finishing = instructions
             root.waiter.set_done()
 
     def _on_failed(self, peer: int, pass_id: int, root: _Root, failure: Failure) -> None:
