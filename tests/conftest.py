@@ -77,6 +77,13 @@ LOOKS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def old_things_are_frozen() -> None:
+    """Each leak check collects garbage; what earlier modules have brought along would make that slower and slower."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Nothing may be left behind by a test. What a wider fixture holds was there before and does not count."""
