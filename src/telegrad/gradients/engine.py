@@ -399,9 +399,10 @@ class Engine:
             self._wait(root.waiter, others[0] if others else self._id, deadline, watch)
             if not root.waiter.done:
                 self._carry_out_root(pass_id, root, root.on(partial(_fail, error=self._late(root, timeout))))
-            self._carry_out_root(pass_id, root, root.finishing)
+            self._finish(pass_id, root)
         except BaseException as error:
             self._carry_out_root(pass_id, root, root.on(partial(_fail, error=error)))
+            self._finish(pass_id, root)  # all had reported when it came
             if not isinstance(error, Exception):
                 raise
             if root.error is None:  # it came after all were done
@@ -414,6 +415,12 @@ class Engine:
         if root.error is not None:
             self._raise(root)
         return local
+
+    def _finish(self, pass_id: int, root: _Root) -> None:
+        """Says the last word, if all have reported; once."""
+        with root.lock:
+            finishing, root.finishing = root.finishing, []
+        self._carry_out_root(pass_id, root, finishing)
 
     def _begin_at(self, worker: int, root: _Root, begin: Begin, depth: int) -> None:
         context = self._contexts.find(begin.context)
