@@ -452,3 +452,24 @@ def test_whatever_a_task_raises_its_connection_is_read_again(caplog):
         with pytest.raises(RuntimeError):
             rpc.rpc_sync("b", fail_at_length, timeout=0.5)
         assert rpc.rpc_sync("b", abs, args=(-1,), timeout=3.0) == 1
+
+
+def test_ctrl_c_as_all_have_reported(workers, monkeypatch):
+    """The root was about to tell the others that the pass is done."""
+    driver = workers["driver"]
+    wait = driver.engine._wait
+
+    def wait_and_press(*args: object) -> None:
+        wait(*args)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with autograd.context() as context_id:
+        loss = forward()
+        monkeypatch.setattr(driver.engine, "_wait", wait_and_press)
+        with pytest.raises(KeyboardInterrupt):
+            autograd.backward(context_id, [loss], timeout=PATIENCE)
+        with soon(3.0):
+            wait_until(lambda: not any(w.engine.statistics()["passes"] for w in workers.values()), "its end")
+    check_works()
+    check_nothing_is_left()
