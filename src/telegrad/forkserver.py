@@ -128,6 +128,8 @@ class ForkServer:
             with self._changed:
                 if isinstance(message, Spawned):
                     self._answered = True
+                    for pid in message.pids:
+                        self._ended.pop(pid, None)  # of an earlier child: the system uses numbers again
                     self._spawned.append(message)
                 else:
                     self._ended[message.pid] = message.status
