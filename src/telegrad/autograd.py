@@ -272,6 +272,6 @@ def _tensors(given: Any, what: str) -> list[torch.Tensor]:
 
 
 def _timeout(timeout: float | None) -> float | None:
-    serving = current.serving.get()
+    serving = current.current_serving()
     default = current_worker().options.rpc_timeout
     return effective_timeout(timeout, default, serving.deadline if serving else None)

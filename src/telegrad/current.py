@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import NotStartedError
 
@@ -34,6 +34,26 @@ context_id: ContextVar[int] = ContextVar("telegrad_context", default=0)  # of au
 pass_id: ContextVar[int] = ContextVar("telegrad_pass", default=0)  # of the pass in whose hooks this code runs
 
 
+class EnginePass(Protocol):
+    """The pass that torch's engine runs."""
+
+    worker: Any
+    pass_id: int
+    serving: Serving | None
+
+    @property
+    def context_id(self) -> int: ...
+
+
+def _no_pass() -> EnginePass | None:
+    return None
+
+
+# torch's engine runs the nodes of a device on a thread of its own, where no ContextVar of ours is set. There the
+# pass that runs says what the code belongs to. Given by gradients/nodes.py.
+engine_pass: Callable[[], EnginePass | None] = _no_pass
+
+
 class _Thread(threading.local):
     relieve: Callable[[], None] | None = None  # ends this thread's duty (see duty.py); None: it has none
 
@@ -49,13 +69,34 @@ def current_worker() -> Worker:
     Raises:
         NotStartedError: there is none, since init_rpc() was not called or shutdown() was.
     """
-    worker = worker_var.get() or _default
+    worker = worker_var.get()
+    if worker is None:
+        pass_ = engine_pass()
+        worker = _default if pass_ is None else pass_.worker
     if worker is None:
         raise NotStartedError(
             "no worker in this process: call telegrad.rpc.init_rpc() first, or work inside "
             "`with telegrad.LocalCluster([...])`; RPC has not been initialized. Call init_rpc first."
         )
     return worker
+
+
+def current_serving() -> Serving | None:
+    """The incoming call that this code runs in."""
+    found = serving.get()
+    return found if found is not None or (pass_ := engine_pass()) is None else pass_.serving
+
+
+def current_context_id() -> int:
+    """Of autograd; 0: none."""
+    found = context_id.get()
+    return found if found or (pass_ := engine_pass()) is None else pass_.context_id
+
+
+def current_pass_id() -> int:
+    """The pass in whose hooks this code runs; 0: none."""
+    found = pass_id.get()
+    return found if found or (pass_ := engine_pass()) is None else pass_.pass_id
 
 
 def default_worker() -> Worker | None:

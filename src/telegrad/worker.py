@@ -302,7 +302,7 @@ class Worker:
         future: Future | None,
     ) -> PendingCall:
         self._check_open()
-        serving = current.serving.get()
+        serving = current.current_serving()
         if current.thread.relieve is not None:
             current.thread.relieve()
         limit = effective_timeout(timeout, self.options.rpc_timeout, serving.deadline if serving else None)
@@ -483,7 +483,7 @@ class Worker:
 
     def _retire(self, timeout: float | None) -> None:
         """Waits for the work in flight, here and everywhere. See shutdown.py."""
-        own = 0 if current.serving.get() is None else 1  # the call in which we are told to shut down
+        own = 0 if current.current_serving() is None else 1  # the call in which we are told to shut down
         Retirement(
             name=self.name,
             rank=self.member.rank,

@@ -343,10 +343,10 @@ def test_a_grad_that_cannot_be_added_to(workers, place):
         with soon(), contextlib.suppress(errors.BackwardError):
             autograd.backward(context_id, [loss], timeout=PATIENCE, into="grad")
             assert PLACES[place] != "driver", "an error at the root was lost"
-        leaf.grad = None
         wait_until(
             lambda: not any(w.engine.statistics()["passes"] for w in workers.values()), "the pass's end"
         )
+        leaf.grad = None  # not before: torch crashes if two threads touch it at once
     assert rpc.rpc_sync(PLACES[place], abs, args=(-1,), timeout=3.0) == 1
     check_works()
     check_nothing_is_left()

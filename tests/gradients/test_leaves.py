@@ -455,3 +455,22 @@ def test_a_gradient_made_in_inference_mode_is_added_to_out_of_place():
         old = torch.ones(3)
     assert accumulated(old, torch.ones(3)).tolist() == [2.0] * 3
     assert old.tolist() == [1.0] * 3
+
+
+def test_what_is_added_to_grad_while_another_pass_runs_the_hooks_is_not_lost():
+    """`.grad` is set aside for the hooks meanwhile."""
+    leaf = torch.ones(3, requires_grad=True)
+    other = GradientTable()
+    other.add(leaf, torch.full((3,), 5.0))
+    seen = []
+
+    def hook(leaf: torch.Tensor) -> None:
+        other.add_to_leaves()
+        seen.append(leaf.grad.clone())
+
+    leaf.grad = torch.ones(3)
+    leaf.register_post_accumulate_grad_hook(hook)
+    captured = capture_backward((leaf * 2).sum(), [leaf]).copy()
+    torch.testing.assert_close(seen, [torch.full((3,), 2.0)])
+    torch.testing.assert_close(captured[leaf], torch.full((3,), 2.0))
+    torch.testing.assert_close(leaf.grad, torch.full((3,), 6.0))

@@ -240,3 +240,16 @@ def test_a_fork_server_that_is_gone(server):
     cluster = telegrad.LocalCluster(["a"], server=own)
     with pytest.raises(errors.ClusterError, match="process that forks workers"), cluster:
         pass
+
+
+def test_a_process_number_that_is_used_again_has_not_ended(server):
+    """The server remembers how children ended; a new one may get the number of an old one."""
+    newest = int(Path("/proc/loadavg").read_text().split()[4])
+    old = dict.fromkeys(range(newest, newest + 2000), 0)
+    server._ended.update(old)
+    try:
+        with telegrad.LocalCluster(["a"], server=server):
+            assert rpc.rpc_sync("a", abs, args=(-1,)) == 1
+    finally:
+        for pid in old:
+            server._ended.pop(pid, None)

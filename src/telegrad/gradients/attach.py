@@ -18,7 +18,7 @@ from ..errors import GradientError
 from ..events import logger
 from ..messages import Autograd, Entry, Envelope
 from .contexts import Context, Contexts, Sent
-from .nodes import make_recvs, running
+from .nodes import make_recvs
 
 
 class Attach:
@@ -40,7 +40,7 @@ class Attach:
         """The envelope with what the message says of gradients. `connection` is how it will go, `to` whom."""
         if to != self._worker_id:
             context.known_workers.add(to)
-        during, done = current.pass_id.get(), False
+        during, done = current.current_pass_id(), False
         if envelope.autograd is not None:
             during, done = envelope.autograd.during, envelope.autograd.done
         if self._contexts.find(context.id) is None:
@@ -112,10 +112,7 @@ class Attach:
 
     def current(self) -> Context | None:
         """The context that this code runs in, while it lives."""
-        id = current.context_id.get()
-        if not id:
-            pass_ = running()  # threads of the engine's own, for devices, know no ContextVars of ours
-            id = 0 if pass_ is None else pass_.context_id
+        id = current.current_context_id()
         return self._contexts.find(id) if id else None
 
     def incoming(self, envelope: Envelope) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] | None:

@@ -224,7 +224,7 @@ class Engine:
         """Passes that are done here but have not heard the root's last word are waited for: it is on its way."""
         for local in self._passes_of(context.id):
             # Not in a hook of that very pass, whose root waits for us.
-            if local.part.state is State.REPORTED and local.pass_id != current.pass_id.get():
+            if local.part.state is State.REPORTED and local.pass_id != current.current_pass_id():
                 self._wait_settled(local)
             if local.part.state is State.FINISHED:
                 self._commit(local)
@@ -235,7 +235,7 @@ class Engine:
                 return
             settled = local.settled or Waiter()
             local.settled = settled
-        serving = current.serving.get()
+        serving = current.current_serving()
         self._wait(settled, sender_of(local.pass_id), serving.deadline if serving else local.deadline)
 
     def statistics(self) -> dict[str, int]:
@@ -350,7 +350,7 @@ class Engine:
         into_grad: bool,
     ) -> LocalPass:
         pass_id = self.host.new_message_id()
-        serving = current.serving.get()
+        serving = current.current_serving()
         deadline = None if timeout is None else time.monotonic() + timeout
 
         def begin_for(worker: int) -> Begin:

@@ -51,9 +51,13 @@ class GradientTable:
     def add_to_leaves(self) -> None:
         """Adds every gradient to its leaf's `.grad`, and empties the table."""
         self.wait_for_events()
-        with _adding_to_leaves:
+        with _touching_grad:
             for leaf, gradient in self._gradients.items():
-                leaf.grad = accumulated(leaf.grad, gradient)
+                turn = _turns.get(leaf)
+                if turn is not None and turn.is_taken:
+                    turn.to_add.append(gradient)
+                else:
+                    leaf.grad = accumulated(leaf.grad, gradient)
         self.clear()
 
     def replace(self, leaf: Leaf, gradient: torch.Tensor) -> None:
@@ -119,23 +123,38 @@ def _references_of_free_one() -> tuple[int, int]:
     return found[0]
 
 
-_adding_to_leaves = threading.Lock()  # two passes may add to one leaf's `.grad` at the same time
+# Two threads must never touch one leaf's `.grad` at the same time: not even to read it is safe in torch. Held for a
+# moment only.
+_touching_grad = threading.Lock()
 
 # Note [post-accumulate hooks]
 # They run inside of AccumulateGrad and look at the leaf's `.grad`. So for a leaf that has any, `.grad` is set aside
-# by the prehook, the gradient goes its usual way, and what is in `.grad` after the hooks is taken. Only one thread
-# at a time may do this with a leaf. Not a reentrant lock: a device's thread may take it and the pass's give it back.
-_exclusive: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_making_exclusive = threading.RLock()
+# by the prehook, the gradient goes its usual way, and what is in `.grad` after the hooks is taken. Passes take turns
+# with a leaf. What is to be added to its `.grad` meanwhile is added when that is put back.
+
+
+class _Turn:
+    __slots__ = ("free", "is_taken", "to_add")
+
+    def __init__(self) -> None:
+        self.free = (
+            threading.Lock()
+        )  # not reentrant: a device's thread may take it and the pass's give it back
+        self.is_taken = False
+        self.to_add: list[torch.Tensor] = []
+
+
+_turns: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by leaf
+_making_turns = threading.RLock()
 _LONGEST_HOOK = 60.0  # seconds
 
 
-def _exclusive_lock(leaf: Leaf) -> Any:
-    with _making_exclusive:
-        lock = _exclusive.get(leaf)
-        if lock is None:
-            lock = _exclusive[leaf] = threading.Lock()
-        return lock
+def _turn_of(leaf: Leaf) -> _Turn:
+    with _making_turns:
+        turn: _Turn | None = _turns.get(leaf)
+        if turn is None:
+            turn = _turns[leaf] = _Turn()
+        return turn
 
 
 class Capture:
@@ -177,17 +196,19 @@ class Capture:
 
     def _watch_with_hooks(self, node: Any, leaf: Leaf, is_ours: Callable[[], bool]) -> None:
         """See Note [post-accumulate hooks]."""
-        lock = _exclusive_lock(leaf)
-        aside: list[torch.Tensor | None] = []  # not empty while `lock` is held
+        turn = _turn_of(leaf)
+        aside: list[torch.Tensor | None] = []  # not empty while it is our turn
 
         def before(gradients: Any) -> Any:
             if is_ours():
-                if not lock.acquire(timeout=_LONGEST_HOOK):
+                if not turn.free.acquire(timeout=_LONGEST_HOOK):
                     raise GradientError(
                         f"another pass ran the hooks of a leaf for over {_LONGEST_HOOK:.0f} s"
                     )
-                aside.append(leaf.grad)
-                leaf.grad = None
+                with _touching_grad:
+                    aside.append(leaf.grad)
+                    leaf.grad = None
+                    turn.is_taken = True
             return None
 
         def after(*_: Any) -> Any:
@@ -199,9 +220,16 @@ class Capture:
             return None
 
         def put_back() -> None:
-            if aside:
-                leaf.grad = aside.pop()
-                lock.release()
+            if not aside:
+                return
+            try:
+                with _touching_grad:
+                    turn.is_taken = False
+                    leaf.grad = aside.pop()
+                    while turn.to_add:
+                        leaf.grad = accumulated(leaf.grad, turn.to_add.pop())
+            finally:
+                turn.free.release()
 
         self._cleanup.append(put_back)  # where a hook raised, `after` was not called
         for handle in (node.register_prehook(before), node.register_hook(after)):

@@ -74,14 +74,15 @@ class LocalPass:
     __slots__ = (
         "around", "awaited_from", "begin", "capture", "collected", "committing", "context", "counts", "deadline",
         "decoded", "depth", "due", "frames", "gradients", "interrupted", "last", "lock", "on_own_thread", "part",
-        "pass_id", "results", "root_name", "roots", "sent", "settled", "since", "unposted", "waiters", "watch",
+        "pass_id", "results", "root_name", "roots", "sent", "serving", "settled", "since", "unposted",
+        "waiters", "watch", "worker",
     )  # fmt: skip
 
     def __init__(self, pass_id: int, around: Surroundings, part: Part) -> None:
         self.pass_id = pass_id
         self.around = around
         self.since = time.monotonic()
-        # Guards the five below. Threads that read take it: held for a moment only.
+        # Guards the five below, and what `post` collects. Threads that read take it: held for a moment only.
         self.lock = threading.RLock()
         self.part = part
         self.frames: dict[int, Arrived] = {}  # by message
@@ -95,6 +96,8 @@ class LocalPass:
         self.deadline: float | None = None
         self.depth = 1
         self.root_name = ""
+        self.worker: Any = None
+        self.serving: current.Serving | None = None
         self.on_own_thread = False  # on the thread that has called backward(), whose modes hold already
         self.watch: Any = None  # by which that thread waits
         # The engine thread's own:
@@ -160,7 +163,7 @@ class LocalPass:
             else:
                 waiter = self.waiters[message] = Waiter()
         if waiter is not None:
-            if _has_devices():
+            if nodes.has_devices():
                 self._wait_beside_devices(waiter)
             else:
                 self.around.wait(waiter, self.awaited_from[message], self.deadline, self.watch)
@@ -208,18 +211,19 @@ class LocalPass:
         if self.interrupted:
             raise InterruptedPassError(f"the pass was ended: {self.interrupted}")
         message = recv.message
-        if recv.count == 1:
-            gradients: tuple[Gradient, ...] = (gradient,)
-        else:
-            found = self.collected.setdefault(message, [None] * recv.count)
-            found[recv.place] = gradient
-            due = self._due()
-            due[message] -= 1
-            if due[message]:
-                return
-            gradients = tuple(self.collected.pop(message))
-        self.unposted -= 1
-        is_last = self.unposted == 0 and len(self.part.arrived) == len(self.part.sends)
+        with self.lock:  # a device's thread may come with another tensor at the same time
+            if recv.count == 1:
+                gradients: tuple[Gradient, ...] = (gradient,)
+            else:
+                found = self.collected.setdefault(message, [None] * recv.count)
+                found[recv.place] = gradient
+                due = self._due()
+                due[message] -= 1
+                if due[message]:
+                    return
+                gradients = tuple(self.collected.pop(message))
+            self.unposted -= 1
+            is_last = self.unposted == 0 and len(self.part.arrived) == len(self.part.sends)
         if is_last and sender_of(message) == sender_of(self.pass_id):
             # The engine has nothing more to wait for and is all but done: the root hears of that in the same message.
             self.last = (message, gradients)
@@ -355,8 +359,11 @@ class _AsCurrent:
         self._pass_token = current.pass_id.set(pass_.pass_id)
         self._serving = None
         if not pass_.part.is_root:
-            serving = current.Serving(pass_.root_name, pass_.pass_id, pass_.deadline, pass_.depth)
-            self._serving = current.serving.set(serving)
+            pass_.serving = current.Serving(pass_.root_name, pass_.pass_id, pass_.deadline, pass_.depth)
+            self._serving = current.serving.set(pass_.serving)
+        else:
+            pass_.serving = current.serving.get()
+        pass_.worker = current.current_worker()
         nodes.starting(pass_)
 
     def __exit__(self, *_: object) -> None:
@@ -444,10 +451,6 @@ def _use_up_warning() -> None:
         leaf = torch.zeros((), requires_grad=True)
         (leaf * 1).backward(create_graph=True)
         leaf.grad = None
-
-
-def _has_devices() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def _run_device_nodes() -> None:

@@ -23,6 +23,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from .. import current
+from ..current import Serving
 from ..errors import GradientError
 
 # Higher than any other but AccumulateGrad's: of all nodes that are ready the engine takes the highest first.
@@ -33,6 +35,8 @@ class Running(Protocol):
     """A pass on this worker, while torch's engine runs it."""
 
     pass_id: int
+    worker: Any
+    serving: Serving | None
 
     @property
     def context_id(self) -> int: ...
@@ -44,6 +48,10 @@ class Running(Protocol):
 # By torch's own number of the engine call. The numbers are the process's, and so is this; its single operations
 # are atomic. An entry is there only while its engine call runs.
 _running: dict[int, Running] = {}
+# By thread: engine calls that have begun and whose Beacon has not run yet. A device's nodes, which torch runs on a
+# thread of their own, may come before it; they wait. Empty where there are no devices.
+_before_beacon: dict[int, threading.Event] = {}
+_LONGEST_START = 60.0  # seconds; the engine counts dependencies before it runs the first node
 
 
 class _Thread(threading.local):
@@ -56,12 +64,38 @@ _thread = _Thread()
 def running() -> Running | None:
     """The pass that this code runs in, as part of torch's engine call for it; None elsewhere."""
     task = torch._C._current_graph_task_id()
-    return None if task < 0 else _running.get(task)
+    if task < 0:
+        return None
+    pass_ = _running.get(task)
+    if pass_ is None and _before_beacon:
+        own = threading.get_ident()
+        for thread, has_run in list(_before_beacon.items()):
+            if thread != own:
+                has_run.wait(_LONGEST_START)
+        pass_ = _running.get(task)
+    return pass_
+
+
+current.engine_pass = running
 
 
 def starting(pass_: Running | None) -> None:
     """Says what this thread's next engine call belongs to. It must start from the Beacon, too."""
     _thread.starting = pass_
+    if pass_ is not None and has_devices():
+        _before_beacon[threading.get_ident()] = threading.Event()
+    else:
+        _has_started()
+
+
+def _has_started() -> None:
+    if _before_beacon and (event := _before_beacon.pop(threading.get_ident(), None)) is not None:
+        event.set()
+
+
+def has_devices() -> bool:
+    """Whether torch may run nodes on threads of its own."""
+    return bool(torch.cuda.is_initialized())
 
 
 def forget(pass_: Running) -> None:
@@ -80,6 +114,7 @@ class Beacon(torch.autograd.Function):
         pass_, _thread.starting = _thread.starting, None
         if pass_ is not None:
             _running[torch._C._current_graph_task_id()] = pass_
+            _has_started()
         return None
 
 
