@@ -26,7 +26,7 @@ LAYERS = """
     duty threads
     futures
     pending rendezvous
-    gradients.attach gradients.local_pass
+    gradients.attach gradients.local_pass gradients.planning
     gradients.contexts gradients.backward_pass
     gradients.local_graph gradients.leaves gradients.log
     gradients.nodes

@@ -169,7 +169,7 @@ def test_releasing_a_context_ends_a_pass_that_another_worker_began(trio):
 
 def test_a_context_that_ends_while_a_pass_is_planned(workers, monkeypatch):
     driver = workers["driver"]
-    plan = driver.engine._plan
+    plan = driver.engine._planner.plan
 
     def plan_and_release(*args: object) -> object:
         found = plan(*args)
@@ -178,7 +178,7 @@ def test_a_context_that_ends_while_a_pass_is_planned(workers, monkeypatch):
 
     with autograd.context() as context_id:
         loss = forward()
-        monkeypatch.setattr(driver.engine, "_plan", plan_and_release)
+        monkeypatch.setattr(driver.engine._planner, "plan", plan_and_release)
         with soon(), pytest.raises(errors.GradientError, match=f"context.*{context_id}"):
             autograd.backward(context_id, [loss], timeout=3.0)
         monkeypatch.undo()

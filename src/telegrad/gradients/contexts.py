@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnknownContextError
+from ..errors import GradientError, UnknownContextError
 from ..messages import Entry, sender_of
 from .leaves import GradientTable
 from .local_graph import NOTHING, Edge, Graph, Node
@@ -143,6 +143,32 @@ class Contexts:
     def all(self) -> list[Context]:
         with self._lock:
             return list(self._live.values())
+
+    def find_sent(self, context: Context, id: int) -> Sent:
+        """A tensor that this worker has sent, in this context or another one.
+
+        Raises:
+            GradientError: there is none of that id.
+        """
+        sent = context.sends.get(id)
+        if sent is None:
+            for other in self.all():
+                if (sent := other.sends.get(id)) is not None:
+                    break
+            else:
+                raise GradientError(f"Could not find send function for autograd message id: {id}")
+        return sent
+
+    def find_received(self, id: int) -> Node:
+        """The Recv of a tensor that has come here, in any context.
+
+        Raises:
+            GradientError: there is none of that id.
+        """
+        for context in self.all():
+            if (node := context.received.get(id)) is not None:
+                return node
+        raise GradientError(f"Could not find recv function for autograd message id: {id}")
 
     def take_out(self, id: int) -> Context | None:
         """Ends a context here. Returns it, if it was live: there may be more to do."""

@@ -1,6 +1,6 @@
 """The engine: runs backward passes with torch, as one of their workers or as their root.
 
-    backward(), grad()     plan: what the roots lead to, and which Sends of which workers will get gradients
+    backward(), grad()     plan (planning.py): which Sends of which workers will get gradients
                            -> Begin to each of them, this worker's own part, End to each of them
     on_message()           Begin, Gradients, Done, End, Release from others: the pure state says what is to be done
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -40,7 +40,6 @@ from ..messages import (
     Begin,
     Done,
     End,
-    Entry,
     Envelope,
     Failure,
     Gradients,
@@ -69,11 +68,12 @@ from .backward_pass import (
     State,
     Wake,
 )
-from .contexts import Context, Contexts, Sent
-from .local_graph import Node, find_received, leads_to
+from .contexts import Context, Contexts
+from .local_graph import Node
 from .local_pass import Gradient, InterruptedPassError, LatePassError, LocalPass, Roots, Surroundings
-from .log import MissingEntryError, flatten_groups, useful
+from .log import flatten_groups
 from .nodes import make_beacon
+from .planning import Plan, Planner, checked_roots, edge_of, no_leaves
 
 Task = Callable[[], None]
 _TOMBSTONES = 10_000
@@ -102,15 +102,6 @@ class Host(Protocol):
     def decode_error(self, failure: Failure, worker: str) -> BaseException: ...
     def decode(self, envelope: Envelope, frames: Any) -> Any: ...
     def open_control(self, envelope: Envelope, frames: Any) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Who takes part in a pass, with which of the tensors that they have sent, and (for grad) which received ones
-    matter to whom."""
-
-    sends: dict[int, tuple[int, ...]]  # by worker
-    wanted: dict[int, tuple[int, ...]] | None = None  # by worker
 
 
 @dataclass(eq=False)
@@ -146,11 +137,12 @@ class Engine:
         self._roots: dict[int, _Root] = {}  # passes that were begun here
         self._over: OrderedDict[int, None] = OrderedDict()  # tombstones of passes
         self._closed = False
+        self._planner = Planner(member.id, contexts, lambda worker: self.host.name_of(worker))
         self._around = Surroundings(
             self._wait,
             self._decode,
             self._post_gradients,
-            self._find_sent,
+            contexts.find_sent,
             self._received_in,
             make_beacon(),
         )
@@ -173,8 +165,8 @@ class Engine:
         edges, gradients = checked_roots(roots, grad_tensors)
         with context.lock:
             reach, leaves, checkpoints = context.graph.walk_once(edges)
-        plan = self._plan(reach, edges)
-        start = Roots(_no_leaves(roots), gradients, leaves, checkpoints, reach)
+        plan = self._planner.plan(reach, edges)
+        start = Roots(no_leaves(roots), gradients, leaves, checkpoints, reach)
         self._run(context, plan, start, timeout, retain_graph, create_graph, into_grad)
 
     def grad(
@@ -193,9 +185,9 @@ class Engine:
         edges, gradients = checked_roots(outputs, grad_outputs)
         with context.lock:
             reach, _, _ = context.graph.walk_once(edges)
-        targets = {_edge_of(tensor) for tensor in inputs}
-        plan = self._plan_for(context, reach, edges, targets)
-        start = Roots(_no_leaves(outputs), gradients, inputs=tuple(inputs))
+        targets = {edge_of(tensor) for tensor in inputs}
+        plan = self._planner.plan_for(context, reach, edges, targets)
+        start = Roots(no_leaves(outputs), gradients, inputs=tuple(inputs))
         return self._run(context, plan, start, timeout, retain_graph, create_graph, False).results
 
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -254,88 +246,6 @@ class Engine:
     def busy(self) -> int:
         """How many passes this worker takes part in now."""
         return len(self._passes)
-
-    # -- planning --------------------------------------------------------------------------------------
-
-    def _closure(self, received: Iterable[int], edges: Sequence[tuple[Node, int]]) -> dict[int, Entry]:
-        try:
-            return self._contexts.log.closure(received)
-        except MissingEntryError as missing:
-            node = find_received(edges, missing.id)
-            of = f"context {node.context}" if node is not None else "the context of a tensor"
-            sender = self.host.name_of(sender_of(abs(missing.id)))
-            raise UnknownContextError(
-                f"the roots depend on tensors received from worker {sender!r} in {of}, which has ended. Run backward() "
-                "before it ends, or detach() what is kept from it"
-            ) from None
-
-    def _plan(self, received: Iterable[int], edges: Sequence[tuple[Node, int]]) -> Plan:
-        if not received:
-            return Plan({})
-        return Plan(_by_worker(id for id in self._closure(received, edges) if id > 0))
-
-    def _plan_for(
-        self,
-        context: Context,
-        received: Iterable[int],
-        edges: Sequence[tuple[Node, int]],
-        targets: set[tuple[Node, int]],
-    ) -> Plan:
-        """Of all that the outputs lead to, what leads on to the inputs."""
-        entries = self._closure(received, edges)
-        known: dict[Node, bool] = {}
-
-        def is_source(id: int) -> bool:
-            if sender_of(id) != self._id:
-                return False
-            edge = self._find_sent(context, id).edge
-            return edge in targets or leads_to(edge[0], targets, known)
-
-        kept = useful(entries, is_source)
-        reached = {id for id in self._closure_within(received, entries, kept) if id > 0}
-        wanted: dict[int, set[int]] = {self._id: flatten_groups(received, entries) & reached}
-        for id in reached:
-            wanted.setdefault(sender_of(id), set()).update(
-                flatten_groups(entries[id].depends_on, entries) & reached
-            )
-        return Plan(_by_worker(reached), {worker: tuple(sorted(ids)) for worker, ids in wanted.items()})
-
-    def _closure_within(self, received: Iterable[int], entries: dict[int, Entry], kept: set[int]) -> set[int]:
-        found: set[int] = set()
-        waiting = [id for id in received if id in kept]
-        while waiting:
-            id = waiting.pop()
-            if id not in found:
-                found.add(id)
-                waiting.extend(d for d in entries[id].depends_on if d in kept)
-        return found
-
-    def _find_sent(self, context: Context, id: int) -> Sent:
-        sent = context.sends.get(id)
-        if sent is None:
-            for other in self._contexts.all():
-                if (sent := other.sends.get(id)) is not None:
-                    break
-            else:
-                raise GradientError(f"Could not find send function for autograd message id: {id}")
-        return sent
-
-    def _find_received(self, id: int) -> Node:
-        for context in self._contexts.all():
-            if (node := context.received.get(id)) is not None:
-                return node
-        raise GradientError(f"Could not find recv function for autograd message id: {id}")
-
-    def _received_in(self, local: LocalPass) -> list[Node]:
-        """The Recvs that a pass comes to on this worker."""
-        assert local.begin is not None
-        if local.begin.wanted is not None:
-            ids = set(local.begin.wanted)
-        else:
-            ids = {id for sent in local.sent.values() for id in sent.reach} | local.roots.reach
-            if any(id < 0 for id in ids):
-                ids = flatten_groups(ids, self._contexts.log.closure(ids))
-        return [self._find_received(id) for id in ids]
 
     # -- a pass, at its root ---------------------------------------------------------------------------
 
@@ -445,7 +355,7 @@ class Engine:
         begin, context = local.begin, local.context
         assert begin is not None
         assert context is not None
-        return {self._find_sent(context, id).message for id in begin.sends}
+        return {self._contexts.find_sent(context, id).message for id in begin.sends}
 
     def _raise(self, root: _Root) -> None:
         error, worker = root.error, root.worker
@@ -729,6 +639,17 @@ class Engine:
 
     # -- what a running pass needs ---------------------------------------------------------------------
 
+    def _received_in(self, local: LocalPass) -> list[Node]:
+        """The Recvs that a pass comes to on this worker."""
+        assert local.begin is not None
+        if local.begin.wanted is not None:
+            ids = set(local.begin.wanted)
+        else:
+            ids = {id for sent in local.sent.values() for id in sent.reach} | local.roots.reach
+            if any(id < 0 for id in ids):
+                ids = flatten_groups(ids, self._contexts.log.closure(ids))
+        return [self._contexts.find_received(id) for id in ids]
+
     def _wait(self, waiter: Waiter, peer: int, deadline: float | None, watch: Any = None) -> None:
         if not waiter.done:
             self.host.wait(waiter, peer, deadline, watch)
@@ -847,64 +768,3 @@ def _fail(state: BackwardPass, *, error: BaseException) -> list[RootInstruction]
 
 def _fail_part(part: Part, *, error: BaseException) -> list[PartInstruction]:
     return part.on_local_end(error)
-
-
-def _no_leaves(roots: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The roots, with a node in front of those that are leaves: a leaf's own runs before everything else, also before
-    it is known whose engine call it is."""
-    if all(root.grad_fn is not None for root in roots):
-        return roots
-    with torch.enable_grad():
-        return [root if root.grad_fn is not None else root.view_as(root) for root in roots]
-
-
-def _by_worker(ids: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    found: dict[int, list[int]] = {}
-    for id in ids:
-        found.setdefault(sender_of(id), []).append(id)
-    return {worker: tuple(sorted(own)) for worker, own in found.items()}
-
-
-def _edge_of(tensor: torch.Tensor) -> tuple[Node, int]:
-    node = tensor.grad_fn
-    if node is not None:
-        return node, tensor.output_nr
-    edge = torch.autograd.graph.get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
-
-
-def checked_roots(
-    roots: Sequence[torch.Tensor], gradients: Sequence[Gradient] | None
-) -> tuple[list[tuple[Node, int]], tuple[torch.Tensor, ...]]:
-    """The edges of the roots, and their gradients: ones, unless others are given.
-
-    Raises:
-        GradientError: in this order: none given, no grad required, no scalar, no gradient function, gradients that
-            don't fit.
-    """
-    if not roots:
-        raise GradientError("No tensors provided for gradient computation.")
-    if gradients is not None and len(gradients) != len(roots):
-        raise GradientError(f"{len(gradients)} gradients were given for {len(roots)} roots")
-    found = []
-    for place, root in enumerate(roots):
-        if not root.requires_grad:
-            raise GradientError(f"requires_grad not set on root (root {place})")
-        given = None if gradients is None else gradients[place]
-        if given is None and root.numel() != 1:
-            raise GradientError(
-                f"root {place} is not a scalar, all roots need to be scalar (its shape is {tuple(root.shape)}); "
-                "give its gradient in grad_tensors"
-            )
-        if given is not None and given.shape != root.shape:
-            raise GradientError(
-                f"the gradient of root {place} has shape {tuple(given.shape)}, the root has {tuple(root.shape)}"
-            )
-        found.append(torch.ones_like(root, requires_grad=False) if given is None else given)
-    edges = []
-    for place, root in enumerate(roots):
-        try:
-            edges.append(_edge_of(root))
-        except RuntimeError as error:
-            raise GradientError(f"root {place} does not have a valid gradient function.") from error
-    return edges, tuple(found)
