@@ -20,9 +20,11 @@ LAYERS = """
     cluster
     forkserver
     rpc autograd
+    rref
     worker functions
     mail
-    dispatch peers reading shutdown rref gradients.engine
+    dispatch peers reading shutdown gradients.engine
+    references
     duty threads
     futures
     pending rendezvous
@@ -36,7 +38,7 @@ LAYERS = """
     transport.shm transport.poller
     codec
     names scripted definitions
-    by_value tensors modes
+    handles by_value tensors modes
     transport.base
     messages events waiter
     current config

@@ -338,11 +338,14 @@ _decoding = threading.local()
 
 
 class decoding:
-    """While it is entered, functions are rebuilt in these namespaces, and `defined` says what a number stands
-    for, on this thread. (A constructor that is run meanwhile may make calls of its own.)"""
+    """While it is entered, functions are rebuilt in these namespaces, `defined` says what a number stands for, and
+    `handle` what a handle refers to, on this thread. (A constructor that is run meanwhile may make calls of its
+    own.)"""
 
-    def __init__(self, namespaces: Namespaces, defined: Callable[[int, int], Any]) -> None:
-        self._entered = (namespaces, defined)
+    def __init__(
+        self, namespaces: Namespaces, defined: Callable[[int, int], Any], handle: Callable[[int, int], Any]
+    ) -> None:
+        self._entered = (namespaces, defined, handle)
 
     def __enter__(self) -> None:
         self._before = getattr(_decoding, "entered", None)
@@ -355,6 +358,11 @@ class decoding:
 def defined(owner: int, number: int) -> Any:
     """In a pickle: what a worker has defined under a number."""
     return _decoding.entered[1](owner, number)
+
+
+def received_handle(id: int, owner: int) -> Any:
+    """In a pickle: the worker that it came to, and its entry for a value of a worker."""
+    return _decoding.entered[2](id, owner)
 
 
 def _make_function(code: types.CodeType, where: tuple[int, str, dict[str, Any]], closure: Any) -> Any:

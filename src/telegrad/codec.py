@@ -30,11 +30,34 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from .by_value import ByValuePickler, Dependencies, Namespaces, decoding, is_by_value, is_definition
+from .by_value import (
+    ByValuePickler,
+    Dependencies,
+    Namespaces,
+    decoding,
+    is_by_value,
+    is_definition,
+)
 from .config import SHARED_MEMORY_FROM
 from .definitions import Definitions, Outgoing
 from .errors import DecodeError, EncodeError, RemoteError, RemoteTraceback, text_of
-from .messages import Begin, Call, Done, End, Envelope, Failure, Gradients, Hello, Kind, Release, Reply
+from .handles import Handle
+from .messages import (
+    Begin,
+    Call,
+    Done,
+    Drop,
+    End,
+    Envelope,
+    Failure,
+    Gradients,
+    Hello,
+    Hold,
+    Kind,
+    Release,
+    Reply,
+    Return,
+)
 from .names import Names
 from .scripted import is_named_by_torch, reduce_named_by_torch
 from .tensors import FLAGS, REQUIRES_GRAD, attached, describe, rebuild, reduce_tensor, reduce_tracked
@@ -43,13 +66,23 @@ from .transport.base import Buffer, Frames
 _encode_envelope = msgspec.msgpack.Encoder().encode
 _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 
-Control = Begin | Done | End | Release  # with no tensors in them, and nothing of users'
+Control = (
+    Begin | Done | End | Release | Hold | Drop | Return
+)  # with no tensors in them, and nothing of users'
 Body = Call | Reply | Failure | Gradients | Control
 BODIES: dict[int, type[Call | Reply | Failure]] = {Kind.CALL: Call, Kind.REPLY: Reply, Kind.FAILURE: Failure}
 _encode_control = msgspec.msgpack.Encoder().encode
 _decode_control: dict[int, Callable[[Buffer], Any]] = {
     kind: msgspec.msgpack.Decoder(body).decode
-    for kind, body in ((Kind.BEGIN, Begin), (Kind.DONE, Done), (Kind.END, End), (Kind.RELEASE, Release))
+    for kind, body in (
+        (Kind.BEGIN, Begin),
+        (Kind.DONE, Done),
+        (Kind.END, End),
+        (Kind.RELEASE, Release),
+        (Kind.HOLD, Hold),
+        (Kind.DROP, Drop),
+        (Kind.RETURN, Return),
+    )
 }
 
 # Gives received tensors their history.
@@ -78,6 +111,7 @@ class Packed(NamedTuple):
     buffers: list[Buffer]
     keep: list[Any]
     tracked: Sequence[torch.Tensor]  # those that require grad; empty unless they were asked for
+    handles: Sequence[Handle] = ()  # to values of workers
 
 
 class Codec:
@@ -88,6 +122,9 @@ class Codec:
         self._names = Names()
         self._namespaces = Namespaces(worker_id)
         self._definitions = Definitions(self._namespaces, self._dump_definition)
+        self.handle: Callable[[int, int], Any] = (
+            _no_handle  # the worker, and its entry for a handle that came
+        )
 
     def pack(self, envelope: Envelope, body: Body, peer: Hello, *, track: bool = False) -> Packed:
         """A body as bytes; with `track`, also the tensors in it that require grad.
@@ -117,7 +154,7 @@ class Codec:
         except Exception as error:
             raise EncodeError(f"{type(error).__name__}: {error}") from error
         skeleton = b"".join((_HEAD.pack(shape, len(name)), name, pickled))
-        return Packed([skeleton, *buffers], message.keep, message.tracked or ())
+        return Packed([skeleton, *buffers], message.keep, message.tracked or (), message.handles or ())
 
     def seal(self, envelope: Envelope, packed: Packed) -> Frames:
         """A message, ready to be written."""
@@ -166,7 +203,7 @@ class Codec:
             if shape & _CARRIES:
                 shape -= _CARRIES
                 carried, *buffers = buffers
-                with decoding(self._namespaces, self._definitions.get):
+                with decoding(self._namespaces, self._definitions.get, self.handle):
                     self._definitions.receive(carried)
             start = _HEAD.size + length
             function = None
@@ -185,7 +222,7 @@ class Codec:
     def encode_exception(self, error: BaseException, traceback: str, peer: Hello) -> Failure:
         """An exception as a body that can always be sent."""
         message = Outgoing(peer.id, peer.main != "" and peer.main == self._main)
-        message.carried = None  # it is unpickled by itself, and perhaps never
+        message.carried = message.handles = None  # it is unpickled by itself, and perhaps never
         try:
             pickled, _ = self._dump_nested((error,), message, in_band=True)
         except Exception:
@@ -259,6 +296,8 @@ class Codec:
         del buffers[already:]
         if message.tracked:
             message.tracked.clear()
+        if message.handles:
+            message.handles.clear()
         file = io.BytesIO()
         ByValuePickler(
             file,
@@ -294,6 +333,11 @@ class Codec:
                     raise _ByValueError
                 return reduced
             return NotImplemented
+        if isinstance(obj, Handle):
+            if message.handles is None:
+                raise EncodeError("an RRef cannot be sent in an exception")
+            message.handles.append(obj)
+            return obj.rebuild, (obj.entry.id, obj.entry.owner)
         if message.tracked is not None and isinstance(obj, torch.Tensor) and obj.requires_grad:
             return reduce_tracked(obj, message.tracked)
         return _reduce_data(obj, message.keep, same_main=message.same_main)
@@ -317,8 +361,12 @@ class Codec:
                 return self._load(pickled[start:], buffers[:ahead])
         # What arrives in inference mode is no inference tensor: it may be kept beyond that.
         no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with no_inference, decoding(self._namespaces, self._definitions.get):
+        with no_inference, decoding(self._namespaces, self._definitions.get, self.handle):
             return pickle.loads(pickled, buffers=buffers)
+
+
+def _no_handle(id: int, owner: int) -> Any:
+    raise DecodeError(f"an RRef (to value {id} of worker {owner}) came where none is known")
 
 
 def _reduce_data(obj: Any, keep: list[Any], *, same_main: bool) -> Any:

@@ -33,6 +33,7 @@ from .by_value import (
     module_attribute,
 )
 from .errors import DecodeError, EncodeError
+from .handles import Handle
 
 _REFERENCE = struct.Struct("<BQQ")  # in the place of a function's name, which never starts with a zero byte
 _MOST_UNANSWERED = 10_000  # messages remembered, before starting anew
@@ -58,7 +59,7 @@ class Definition:
 class Outgoing:
     """What must be known of a message while it is pickled."""
 
-    __slots__ = ("peer", "same_main", "keep", "carried", "tracked")
+    __slots__ = ("peer", "same_main", "keep", "carried", "tracked", "handles")
 
     def __init__(self, peer: int, same_main: bool, *, track: bool = False) -> None:
         self.peer = peer
@@ -67,6 +68,7 @@ class Outgoing:
         self.carried: list[Definition] | None = []  # None: it cannot carry any
         # The tensors that require grad, in a message whose gradients will be asked for; None in any other.
         self.tracked: list[torch.Tensor] | None = [] if track else None
+        self.handles: list[Handle] | None = []  # None: it cannot carry any
 
 
 class Definitions:

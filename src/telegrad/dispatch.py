@@ -29,6 +29,7 @@ from .gradients.contexts import Context
 from .messages import Call, Envelope, Failure, Kind, Reply, shortened
 from .modes import applied, restore_defaults
 from .pending import PendingCall, PendingCalls
+from .references import References
 from .transport.base import Connection, Frames
 
 Send = Callable[[Connection, Envelope, Body, float | None, PendingCall | None, Context | None], None]
@@ -36,6 +37,7 @@ Send = Callable[[Connection, Envelope, Body, float | None, PendingCall | None, C
 SLOW = 3e-4  # seconds; a function that took longer had better not run on a thread that is also to read
 
 ASYNC_MARK = "_wrapped_async_rpc_function"  # torch's own name, so its decorator works too
+MAY_WAIT = "_telegrad_may_wait"  # on functions of ours: a future that it returns is waited for
 
 
 class Dispatch:
@@ -49,7 +51,9 @@ class Dispatch:
         submit: Callable[[Callable[[], None]], None],
         new_id: Callable[[], int],
         attach: Attach,
+        references: References,
     ) -> None:
+        self._references = references
         self._attach = attach
         self._codec = codec
         self._pending = pending
@@ -140,7 +144,7 @@ class Dispatch:
                     f"torch.futures.Future object, but got {type(result)}"
                 )
             return result, True
-        return result, False
+        return result, hasattr(function, MAY_WAIT) and isinstance(result, torch._C.Future)
 
     def _remember(self, name: str, took: float) -> None:
         if took > SLOW:
@@ -158,6 +162,9 @@ class Dispatch:
             self._answer(connection, envelope, result)
 
     def _answer(self, connection: Connection, call: Envelope, result: Any) -> None:
+        if call.creates:
+            self._references.set_value(call.creates, result)
+            result = None
         envelope = Envelope(Kind.REPLY, self._new_id(), call.id)
         try:
             self._send(connection, envelope, Reply(result), None, None, self._attach.context_of(call))
@@ -170,6 +177,10 @@ class Dispatch:
             self._answer_failure(connection, call, error)
 
     def _answer_failure(self, connection: Connection, call: Envelope, error: BaseException) -> None:
+        if call.creates:  # whoever asks for the value hears of it
+            self._references.set_error(call.creates, error)
+            self._answer(connection, call, None)
+            return
         envelope = Envelope(Kind.FAILURE, self._new_id(), call.id)
         text = "".join(traceback.format_exception(error))
         failure = self._codec.encode_exception(error, text, connection.peer)

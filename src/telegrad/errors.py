@@ -9,6 +9,7 @@
     ├── ClusterError             a child of LocalCluster did not start, or ended by itself
     ├── CallTimeoutError         a call outlived its deadline (also TimeoutError)
     ├── PeerLostError            the worker behind a call is gone (also ConnectionError)
+    ├── ValueGoneError           a handle to a value that is gone, with its last holder
     ├── GradientError            a backward pass that cannot be run as asked for
     │   ├── UnknownContextError  no such context here: it was never known, or it has ended
     │   └── BackwardError        a backward pass that failed, on this worker or another
@@ -73,6 +74,10 @@ class CallTimeoutError(TelegradError, TimeoutError):
 
 class PeerLostError(TelegradError, ConnectionError):
     worker_id = -1  # of the worker that is gone, where it is known
+
+
+class ValueGoneError(TelegradError):
+    """The value that an RRef refers to is gone: a worker was lost while it handed the RRef on."""
 
 
 class GradientError(TelegradError):

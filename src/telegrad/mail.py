@@ -1,4 +1,5 @@
-"""Mail: what the engine of gradients needs of its worker (gradients.engine.Host): messages out and in, and waiting."""
+"""Mail: what the engine of gradients and the table of references need of their worker (Host in each): messages out
+and in, and waiting."""
 
 from __future__ import annotations
 
@@ -90,6 +91,9 @@ class Mail:
 
     def submit(self, task: Callable[[], None]) -> None:
         self._threads.submit(task)
+
+    def submit_from_finaliser(self, task: Callable[[], None]) -> None:
+        self._threads.submit_from_finaliser(task)
 
     def name_of(self, worker_id: int) -> str:
         return self._peers.name_of(worker_id)

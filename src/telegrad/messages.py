@@ -28,6 +28,10 @@ class Kind(IntEnum):
     DONE = 6
     END = 7
     RELEASE = 8
+    # Handles to values: see references.py.
+    HOLD = 9
+    DROP = 10
+    RETURN = 11
 
 
 def sender_of(message_id: int) -> int:
@@ -47,6 +51,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     device_map: dict[str, str] | None = None  # sender's device -> receiver's
     autograd: Autograd | None = None  # of a message that was sent in a context
     profiling: Any = None  # what a profiled caller asks of the callee
+    creates: int = 0  # of a Call: the value that its result becomes, and stays there
+    lent: tuple[Lent, ...] = ()  # the handles in the body
 
 
 class Modes(msgspec.Struct, frozen=True, array_like=True):
@@ -149,6 +155,33 @@ class Release(msgspec.Struct, frozen=True, array_like=True):
     """The context has ended. Answered with a Reply, when every worker behind the receiver knows it too."""
 
     context: int
+
+
+class Lent(msgspec.Struct, frozen=True, array_like=True):
+    """A handle to a value, in a message."""
+
+    rref: int
+    owner: int
+    loan: int = 0  # by which the sender keeps its own until the owner knows of the receiver's; 0: none needed
+
+
+class Hold(msgspec.Struct, frozen=True, array_like=True):
+    """The sender was lent a handle to a value of the receiver."""
+
+    rref: int
+    loan: int
+
+
+class Drop(msgspec.Struct, frozen=True, array_like=True):
+    """The sender has no handle any more to these values of the receiver: (value, credits that go back)."""
+
+    credits: tuple[tuple[int, int], ...]
+
+
+class Return(msgspec.Struct, frozen=True, array_like=True):
+    """A loan of the receiver's is over: the owner knows of the handle that was lent."""
+
+    loan: int
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import current
 from .codec import Codec
@@ -66,6 +66,7 @@ class Reader:
         on_expired: Callable[[PendingCall], None],
         on_lost: Callable[[Connection, str], None],
         merge: Callable[[Envelope, Connection], None],
+        arrive: Callable[[Envelope, int], Any],
         on_control: Callable[[int, Envelope, Frames], Callable[[], None] | None],
     ) -> None:
         self._name = name
@@ -77,6 +78,7 @@ class Reader:
         self._on_expired = on_expired
         self._on_lost = on_lost
         self._merge = merge
+        self._arrive = arrive
         self._on_control = on_control
 
     # -- on threads of the worker ----------------------------------------------------------------------
@@ -141,6 +143,8 @@ class Reader:
                 call = deadline = task = None
                 if envelope.autograd is not None:
                     self._merge(envelope, connection)
+                if envelope.lent or envelope.creates:
+                    frames = frames._replace(keep=self._arrive(envelope, connection.peer.id))
                 if envelope.kind == Kind.CALL:
                     if envelope.timeout is not None:
                         deadline = time.monotonic() + envelope.timeout

@@ -21,15 +21,18 @@ from .errors import AlreadyStartedError
 from .futures import Future
 from .messages import WorkerInfo
 from .rendezvous import Group, open_store
+from .rref import RRef, create
 from .worker import Worker
 
 __all__ = [
     "Future",
     "Options",
+    "RRef",
     "WorkerInfo",
     "functions",
     "get_worker_info",
     "init_rpc",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
@@ -128,6 +131,20 @@ def rpc_async(
 ) -> Future:
     """Like rpc_sync, but returns a torch Future at once. It can be waited for, chained, and awaited."""
     return current_worker().call_async(to, func, args or (), kwargs, _timeout(timeout))
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Any,
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> RRef[Any]:
+    """Runs `func(*args, **kwargs)` on worker `to` and leaves the result there. Returns a handle to it at once.
+
+    What the function raises shows when the value is asked for. `timeout` limits how long its creation may take.
+    """
+    return create(current_worker(), to, func, args or (), kwargs, timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:

@@ -46,10 +46,11 @@ from .modes import current_modes
 from .peers import Peers
 from .pending import OVERHEAD_BYTES, PendingCall, PendingCalls, effective_timeout
 from .reading import Incoming, Reader
+from .references import Entry, Held, References
 from .rendezvous import Group, this_host
 from .shutdown import Retirement
 from .threads import Threads
-from .transport.base import Connection, ConnectionStatistics, Transport
+from .transport.base import Connection, ConnectionStatistics, Frames, Transport
 from .transport.inproc import Hub, InprocTransport, loopback
 from .transport.poller import Poller
 from .transport.tcp import TcpTransport
@@ -98,13 +99,20 @@ class Worker:
         self.contexts = Contexts(member.id, self.new_message_id)
         self.attach = Attach(member.id, self.contexts, self.new_message_id)
         self.engine = Engine(member, self.contexts)
+        self.references = References(member.id, member.name)
         self._dispatch = Dispatch(
-            self._codec, self._pending, self.send, self._threads.submit, self.new_message_id, self.attach
+            self._codec,
+            self._pending,
+            self.send,
+            self._threads.submit,
+            self.new_message_id,
+            self.attach,
+            self.references,
         )
         self._reader = Reader(
             member.name, self._codec, self._pending, self._threads, self._roster,
             receive=self.receive, on_expired=self._on_expired, on_lost=self.on_lost,
-            merge=self.attach.merge, on_control=self.engine.on_message,
+            merge=self.attach.merge, arrive=self.references.incoming, on_control=self._on_control,
         )  # fmt: skip
         transports: list[Transport] = []
         if hub is not None:
@@ -114,7 +122,9 @@ class Worker:
         if "tcp" in options.transports and hub is None:
             transports.append(TcpTransport(self._poller, options))
         self._peers = Peers(hello, member.host, group, transports, options, self._reader.adopt)
-        self.engine.host = Mail(self, self._codec, self._peers, self._reader, self._threads)
+        mail = Mail(self, self._codec, self._peers, self._reader, self._threads)
+        self.engine.host = self.references.host = mail
+        self._codec.handle = lambda id, owner: (self, self.references.take(id, owner))
         self._self_ends = loopback(hello, self._threads.submit, options)
         self._peers.know_self(member, self._self_ends[0])
 
@@ -190,6 +200,9 @@ class Worker:
             if context is not None:
                 to = connection.peer.id
                 envelope = self.attach.outgoing(context, envelope, packed.tracked, connection, to)
+            if packed.handles:
+                entries = [handle.entry for handle in packed.handles]
+                envelope = self.references.outgoing(envelope, entries, connection.peer.id)
             frames = self._codec.seal(envelope, packed)
             if call is None:
                 nbytes = connection.write(frames, timeout)
@@ -199,6 +212,8 @@ class Worker:
         except BaseException as error:
             if context is not None:
                 self.attach.not_written(envelope)
+            if envelope.lent:
+                self.references.not_written(envelope, connection.peer.id)
             if self.events.subscribers:
                 self._emit("send", "failed", envelope, connection, detail=repr(error))
             raise
@@ -237,6 +252,12 @@ class Worker:
             detail = f"of message {envelope.reply_to}"
         self.events.emit(Event(stage, phase, kind, envelope.id, connection.peer.name, nbytes, detail))
 
+    def _on_control(self, peer: int, envelope: Envelope, frames: Frames) -> Callable[[], None] | None:
+        """A message between workers, and not between their users. While reading."""
+        if envelope.kind >= Kind.HOLD:
+            return self.references.on_message(peer, self._codec.open_control(envelope, frames))
+        return self.engine.on_message(peer, envelope, frames)
+
     def on_lost(self, connection: Connection, reason: str) -> None:
         """A connection has ended: whatever waits for its peer fails."""
         if self._peers.drop(connection):
@@ -244,6 +265,7 @@ class Worker:
                 gone = f"worker {call.peer!r} is gone, with the call of {call.function} unanswered: {reason}"
                 self._dispatch.fail(call, partial(PeerLostError, gone))
             self.engine.on_lost(connection.peer.id, connection.peer.name, reason)
+            self.references.on_lost(connection.peer.id, connection.peer.name)
             for context in self.contexts.all():
                 # Its end may have been to come from the one who is gone.
                 self._threads.submit(partial(self._check_context, context))
@@ -292,6 +314,28 @@ class Worker:
         self._pending.watch(call)
         return future
 
+    def create(
+        self,
+        to: str | int | WorkerInfo,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Entry:
+        """Like `call_async`, but the result stays there. What is returned counts as a handle to it."""
+        self._check_open()
+        entry = self.references.new(self._peers.find(to).member.id)
+        future = Future(self._reader.wait_for, self._log_later)
+        try:
+            call = self._start_call(entry.owner, function, args, kwargs, timeout, future, creates=entry.id)
+        except BaseException:
+            self.references.forget(entry)
+            raise
+        self._pending.watch(call)
+        if isinstance(entry, Held):
+            entry.creation = future
+        return entry
+
     def _start_call(
         self,
         to: str | int | WorkerInfo,
@@ -300,6 +344,7 @@ class Worker:
         kwargs: dict[str, Any] | None,
         timeout: float | None,
         future: Future | None,
+        creates: int = 0,
     ) -> PendingCall:
         self._check_open()
         serving = current.current_serving()
@@ -315,7 +360,7 @@ class Worker:
             future.call = call
         call.connection = connection
         call.window = peer.window
-        envelope = Envelope(Kind.CALL, call.id, 0, limit, depth, current_modes())
+        envelope = Envelope(Kind.CALL, call.id, 0, limit, depth, current_modes(), creates=creates)
 
         self._pending.add(call)
         try:
@@ -436,6 +481,13 @@ class Worker:
         """The name and id of a worker; of this one by default."""
         return WorkerInfo(self.name, self.id) if to is None else self._peers.find(to).info
 
+    def name_of(self, worker_id: int) -> str:
+        """Of a worker that may be gone, or that we have not met yet."""
+        try:
+            return self._peers.find(worker_id).member.name
+        except TelegradError:
+            return self._peers.name_of(worker_id)
+
     def infos(self) -> list[WorkerInfo]:
         """All workers of the group, by id."""
         return [WorkerInfo(m.name, m.id) for m in self._group.members()]
@@ -496,6 +548,7 @@ class Worker:
     def _tear_down(self) -> None:
         self._dispatch.close()
         self.engine.close()
+        self.references.close()
         self._peers.close()
         for end in self._self_ends:
             end.abort(f"worker {self.name!r} has shut down")

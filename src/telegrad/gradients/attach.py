@@ -137,5 +137,5 @@ class Attach:
 
 
 def _with(envelope: Envelope, autograd: Autograd) -> Envelope:
-    kind, id, reply_to, timeout, depth, modes, device_map, _, profiling = msgspec.structs.astuple(envelope)
-    return Envelope(kind, id, reply_to, timeout, depth, modes, device_map, autograd, profiling)
+    kind, id, reply_to, timeout, depth, modes, device_map, _, *rest = msgspec.structs.astuple(envelope)
+    return Envelope(kind, id, reply_to, timeout, depth, modes, device_map, autograd, *rest)

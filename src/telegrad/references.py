@@ -1,0 +1,468 @@
+"""References: the values that this worker keeps for others, and those of others that it refers to.
+
+    Owned   a value of this worker, kept while a handle to it is here or another worker has credits for it
+    Held    a value of another worker, to which there are handles here
+
+A handle is what users have: an RRef (rref.py). Messages name the handles in them in their envelopes (Lent), so
+they count from when a message is read, whether or not anybody ever decodes it.
+
+# Note [credits]
+Each time that a worker is given a handle its owner counts a credit for it. When the last handle there has gone
+all of its credits go back in one message (Drop). Credits, and not just names: a handle may be on its way to a
+worker while that worker gives up those it has.
+
+    owner -> other    the owner counts a credit before it sends
+    other -> owner    nothing is counted: the sender's Drop comes after the message, on the same connection
+    other -> third    the sender keeps its own (a loan) until the owner has counted a credit for the third one, which
+                      tells the owner (Hold); the owner tells the sender (Return)
+
+A worker that is gone has neither credits nor loans.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import traceback
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from . import current
+from .errors import (
+    CallTimeoutError,
+    PeerLostError,
+    RemoteError,
+    RemoteTraceback,
+    TelegradError,
+    ValueGoneError,
+    text_of,
+)
+from .events import logger
+from .messages import Drop, Envelope, Hold, Kind, Lent, Return, sender_of
+from .waiter import Waiter
+
+Task = Callable[[], None]
+_TOMBSTONES = 10_000
+
+
+class Owned:
+    """A value of this worker."""
+
+    __slots__ = ("begun", "credits", "error", "handles", "id", "is_set", "owner", "value", "waiting")
+
+    def __init__(self, id: int, owner: int) -> None:
+        self.id = id
+        self.owner = owner
+        self.handles = 0  # here, and messages on their way to be decoded
+        self.credits: dict[int, int] = {}  # by worker
+        self.begun = False  # the message that creates it has come
+        self.is_set = False
+        self.value: Any = None
+        # What was raised when it was to be created: made anew for everyone who asks.
+        self.error: Callable[[], BaseException] | None = None
+        self.waiting: list[Task] = []  # called when it is set
+
+
+class Held:
+    """A value of another worker."""
+
+    __slots__ = ("confirmed", "creation", "credits", "handles", "id", "owner")
+
+    def __init__(self, id: int, owner: int) -> None:
+        self.id = id
+        self.owner = owner
+        self.handles = 0  # here, on loan, and messages on their way to be decoded
+        self.credits = 0  # to be given back
+        self.confirmed = False  # the owner knows of us
+        self.creation: Any = None  # the future of the call that creates it, at the worker that made that
+
+
+Entry = Owned | Held
+
+
+class Host(Protocol):
+    """What is needed of the worker."""
+
+    def post(self, to: int, envelope: Envelope, body: Any, timeout: float | None, context: None) -> None: ...
+    def submit(self, task: Task) -> None: ...
+    def submit_from_finaliser(self, task: Task) -> None: ...
+    def new_message_id(self) -> int: ...
+    def name_of(self, worker_id: int) -> str: ...
+
+
+class Arrival:
+    """Handles in a message that was read: they count until it was decoded, or dropped."""
+
+    __slots__ = ("_entries", "_let_go")
+
+    def __init__(self, entries: list[Entry], let_go: Callable[[Entry], None]) -> None:
+        self._entries = entries
+        self._let_go = let_go
+
+    def __del__(self) -> None:
+        for entry in self._entries:
+            self._let_go(entry)
+
+
+class References:
+    """Of one worker. `host` is set before the first message comes."""
+
+    host: Host
+
+    def __init__(self, worker_id: int, name: str) -> None:
+        self._id = worker_id
+        self._name = name
+        # Guards all below but the last two, and the counts of entries; held for a moment only. No value dies in it:
+        # that runs users' code.
+        self._lock = threading.RLock()
+        self._owned: dict[int, Owned] = {}
+        self._held: dict[int, Held] = {}
+        self._loans: dict[int, tuple[Held, int]] = {}  # by number: what was lent, and to whom
+        self._gone: OrderedDict[int, None] = OrderedDict()  # tombstones of values
+        self._lost: set[int] = set()  # workers
+        # Written by finalisers, which must not lock:
+        self._let_go: deque[Entry] = deque()  # each once for a handle that has died
+        self._clearing = False
+
+    def statistics(self) -> dict[str, int]:
+        return {"owned": len(self._owned), "held": len(self._held), "on_loan": len(self._loans)}
+
+    # -- handles here ----------------------------------------------------------------------------------
+
+    def own(self, value: Any) -> Owned:
+        """A value of this worker, with one handle."""
+        entry = Owned(self.host.new_message_id(), self._id)
+        entry.begun = entry.is_set = True
+        entry.value = value
+        entry.handles = 1
+        with self._lock:
+            self._owned[entry.id] = entry
+        return entry
+
+    def new(self, owner: int) -> Entry:
+        """A value that a worker is about to be told to create, with one handle."""
+        id = self.host.new_message_id()
+        entry = Owned(id, owner) if owner == self._id else Held(id, owner)
+        entry.handles = 1
+        with self._lock:
+            if isinstance(entry, Owned):
+                self._owned[id] = entry
+            else:
+                entry.credits = 1  # which the owner counts when it is told to create it
+                self._held[id] = entry
+        return entry
+
+    def forget(self, entry: Entry) -> None:
+        """The message that was to create it was not sent."""
+        with self._lock:
+            self._owned.pop(entry.id, None)
+            self._held.pop(entry.id, None)
+
+    def take(self, id: int, owner: int) -> Entry:
+        """One more handle to a value whose handle was in a message."""
+        with self._lock:
+            entry: Entry | None = self._owned.get(id) if owner == self._id else self._held.get(id)
+            if entry is None:
+                raise ValueGoneError(
+                    f"the value {id} of worker {self.host.name_of(owner)!r} is gone: the last handle to it has gone, "
+                    "or a worker that had one"
+                )
+            entry.handles += 1
+            return entry
+
+    def let_go(self, entry: Entry) -> None:
+        """A handle has died. From finalisers: on any thread, under any lock."""
+        self._let_go.append(entry)
+        if not self._clearing:
+            self._clearing = True
+            self.host.submit_from_finaliser(self._clear)
+
+    def _clear(self) -> None:
+        self._clearing = False
+        back: dict[int, list[tuple[int, int]]] = {}
+        dead: list[Owned] = []
+        with self._lock:
+            while self._let_go:
+                entry = self._let_go.popleft()
+                entry.handles -= 1
+                if isinstance(entry, Owned):
+                    dead += self._unused_locked(entry)
+                elif entry.handles == 0 and self._held.pop(entry.id, None) is not None:
+                    back.setdefault(entry.owner, []).append((entry.id, entry.credits))
+        for owner, credits in back.items():
+            self._tell(owner, Kind.DROP, Drop(tuple(credits)))
+
+    def _unused_locked(self, entry: Owned) -> Iterable[Owned]:
+        """The entry, if nobody needs it any more: it is taken out."""
+        if entry.handles > 0 or any(count > 0 for count in entry.credits.values()):
+            return ()
+        if self._owned.pop(entry.id, None) is None:
+            return ()
+        self._gone[entry.id] = None
+        if len(self._gone) > _TOMBSTONES:
+            self._gone.popitem(last=False)
+        return (entry,)
+
+    # -- values here -----------------------------------------------------------------------------------
+
+    def set_value(self, id: int, value: Any) -> None:
+        """It was created; or is not needed any more."""
+        self._set(id, value, None)
+
+    def set_error(self, id: int, error: BaseException) -> None:
+        """It could not be created: whoever asks for it hears why."""
+        self._set(id, None, _without_frames(error, self._name))
+
+    def _set(self, id: int, value: Any, error: Callable[[], BaseException] | None) -> None:
+        with self._lock:
+            entry = self._owned.get(id)
+            if entry is None or entry.is_set:
+                return
+            entry.value, entry.error, entry.is_set = value, error, True
+            waiting, entry.waiting = entry.waiting, []
+        for task in waiting:
+            task()
+
+    def value_of(self, entry: Owned, timeout: float | None) -> Any:
+        """The value, once it was created. Raises what was raised instead.
+
+        Raises:
+            CallTimeoutError: it is not there within `timeout` seconds.
+        """
+        if not entry.is_set:
+            waiter = Waiter()
+            if self._call_when_set(entry, waiter.set_done):
+                if current.thread.relieve is not None:
+                    current.thread.relieve()
+                deadline = None if timeout is None else time.monotonic() + timeout
+                while not waiter.done:
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        raise CallTimeoutError(
+                            f"the value {entry.id} of worker {self._name!r} was not created within {timeout} s: RPC "
+                            f"ran for more than set timeout ({int((timeout or 0) * 1000)} ms)"
+                        )
+                    waiter.sleep(left)
+        return _result(entry)
+
+    def fetch(self, id: int) -> Any:
+        """For another worker: the value, or its future while it is not there. Raises what was raised instead."""
+        entry = self._find(id)
+        if entry.is_set:
+            return _result(entry)
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        if not self._call_when_set(entry, partial(_complete, future, entry)):
+            return _result(entry)
+        return future
+
+    def find(self, id: int, timeout: float | None) -> Any:
+        """For another worker: the value, once it was created."""
+        return self.value_of(self._find(id), timeout)
+
+    def _call_when_set(self, entry: Owned, task: Task) -> bool:
+        """False if it is set."""
+        with self._lock:
+            if entry.is_set:
+                return False
+            entry.waiting.append(task)
+            return True
+
+    def _find(self, id: int) -> Owned:
+        with self._lock:
+            entry = self._owned.get(id)
+            if entry is None and id not in self._gone and sender_of(id) not in self._lost:
+                entry = self._expect_locked(id)
+        if entry is None:
+            raise ValueGoneError(
+                f"the value {id} of worker {self._name!r} is gone: the last handle to it has gone, or a worker that "
+                "had one"
+            )
+        return entry
+
+    def _expect_locked(self, id: int) -> Owned:
+        """A value of which others have heard before the message came here that creates it."""
+        entry = self._owned[id] = Owned(id, self._id)
+        return entry
+
+    # -- handles in messages ---------------------------------------------------------------------------
+
+    def outgoing(self, envelope: Envelope, entries: Iterable[Entry], to: int) -> Envelope:
+        """The envelope with what the message lends: each of these, once."""
+        lent = []
+        with self._lock:
+            for entry in {entry.id: entry for entry in entries}.values():
+                loan = 0
+                if isinstance(entry, Owned):
+                    entry.credits[to] = entry.credits.get(to, 0) + 1
+                elif to != entry.owner:
+                    loan = self.host.new_message_id()
+                    entry.handles += 1
+                    self._loans[loan] = (entry, to)
+                lent.append(Lent(entry.id, entry.owner, loan))
+        return msgspec.structs.replace(envelope, lent=tuple(lent))
+
+    def not_written(self, envelope: Envelope, to: int) -> None:
+        """The message was not sent."""
+        for lent in envelope.lent:
+            if lent.owner == self._id:
+                self._return_credits(to, [(lent.rref, 1)])
+            elif lent.loan:
+                self._on_return(lent.loan)
+
+    def incoming(self, envelope: Envelope, sender: int) -> Arrival:
+        """Counts what a message creates and lends. While reading: it never blocks, and runs no user code."""
+        arrived: list[Entry] = []
+        holds: list[tuple[Held, Hold]] = []
+        with self._lock:
+            if envelope.creates:
+                created = self._owned.get(envelope.creates) or self._expect_locked(envelope.creates)
+                created.begun = True
+                if sender != self._id:
+                    created.credits[sender] = created.credits.get(sender, 0) + 1
+            for lent in envelope.lent:
+                if lent.owner == self._id:
+                    owned = self._owned.get(lent.rref)
+                    if owned is None:
+                        continue  # gone, with whoever had lent it; decoding says so
+                    owned.handles += 1
+                    if sender == self._id:
+                        owned.credits[sender] -= 1
+                    arrived.append(owned)
+                    continue
+                held = self._held.get(lent.rref)
+                if held is None:
+                    held = self._held[lent.rref] = Held(lent.rref, lent.owner)
+                held.handles += 1
+                held.credits += 1
+                if lent.loan:
+                    holds.append((held, Hold(lent.rref, lent.loan)))
+                else:
+                    held.confirmed = True
+                arrived.append(held)
+        for held, hold in holds:
+            self.host.submit(partial(self._hold, held, hold))
+        return Arrival(arrived, self.let_go)
+
+    def _hold(self, held: Held, hold: Hold) -> None:
+        self._tell(held.owner, Kind.HOLD, hold)
+        held.confirmed = True
+
+    def on_message(self, peer: int, body: Any) -> Task | None:
+        """Another worker tells us of its handles. While reading: what takes longer is returned."""
+        match body:
+            case Hold(id, loan):
+                with self._lock:
+                    entry = self._owned.get(id)
+                    if entry is None and id not in self._gone and sender_of(id) not in self._lost:
+                        entry = self._expect_locked(id)
+                    if entry is not None:
+                        entry.credits[peer] = entry.credits.get(peer, 0) + 1
+                return partial(self._tell, sender_of(loan), Kind.RETURN, Return(loan))
+            case Drop(credits):
+                return self._return_credits(peer, credits)
+            case Return(loan):
+                return self._on_return(loan)
+        return None
+
+    def _return_credits(self, peer: int, credits: Iterable[tuple[int, int]]) -> Task | None:
+        dead: list[Owned] = []
+        with self._lock:
+            for id, count in credits:
+                entry = self._owned.get(id)
+                if entry is not None:
+                    left = entry.credits.get(peer, 0) - count
+                    if left:
+                        entry.credits[peer] = left
+                    else:
+                        entry.credits.pop(peer, None)
+                    dead += self._unused_locked(entry)
+        # Not on a thread that reads: the end of a value may run users' code.
+        return dead.clear if dead else None
+
+    def _on_return(self, loan: int) -> Task | None:
+        with self._lock:
+            entry, _ = self._loans.pop(loan, (None, 0))
+        if entry is not None:
+            self.let_go(entry)
+        return None
+
+    def _tell(self, worker: int, kind: Kind, body: Hold | Drop | Return) -> None:
+        """Whoever is gone needs not hear it."""
+        try:
+            if worker == self._id:
+                self.on_message(worker, body)
+            else:
+                self.host.post(worker, Envelope(kind, self.host.new_message_id()), body, None, None)
+        except TelegradError as error:
+            logger.debug("worker %d was not told %s: %s", worker, body, error)
+
+    # -- ends ------------------------------------------------------------------------------------------
+
+    def on_lost(self, peer: int, name: str) -> None:
+        """A worker is gone, with its handles."""
+        dead: list[Owned] = []
+        never: list[int] = []
+        with self._lock:
+            self._lost.add(peer)
+            for entry in list(self._owned.values()):
+                if entry.credits.pop(peer, 0):
+                    dead += self._unused_locked(entry)
+                if not entry.begun and sender_of(entry.id) == peer:
+                    never.append(entry.id)
+            returned = [loan for loan, (entry, to) in self._loans.items() if peer in (to, entry.owner)]
+        for id in never:
+            self.set_error(id, PeerLostError(f"worker {name!r}, which was to have it created, is gone"))
+        for loan in returned:
+            self._on_return(loan)
+
+    def close(self) -> None:
+        """This worker shuts down: whoever waits hears of it."""
+        with self._lock:
+            owned = list(self._owned.values())
+            self._owned.clear()
+            self._held.clear()
+            self._loans.clear()
+        for entry in owned:
+            if not entry.is_set:
+                text = f"worker {self._name!r} was shut down before the value was created"
+                entry.error = partial(PeerLostError, text)
+                entry.is_set = True
+                for task in entry.waiting:
+                    task()
+
+
+def _result(entry: Owned) -> Any:
+    if entry.error is not None:
+        raise entry.error()
+    return entry.value
+
+
+def _without_frames(error: BaseException, worker: str) -> Callable[[], BaseException]:
+    """Makes the same exception for each who asks. One that is kept would, once raised, keep the frames that it went
+    through, and with them the handle that keeps the value."""
+    text = "".join(traceback.format_exception(error))
+    fallback = f"{type(error).__name__}: {text_of(error)}"
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+
+    def make() -> BaseException:
+        try:
+            made = copy.copy(error)
+        except Exception:
+            made = RemoteError(fallback)  # its constructor wants other arguments
+        made.__cause__ = RemoteTraceback(worker, text)
+        return made
+
+    return make
+
+
+def _complete(future: torch.futures.Future[Any], entry: Owned) -> None:
+    if entry.error is not None:
+        future.set_exception(entry.error())
+    else:
+        future.set_result(entry.value)

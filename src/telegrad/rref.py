@@ -1,0 +1,291 @@
+"""RRef: a handle to a value on its owner.
+
+    remote(), RRef(value)   -> a handle here, counted in this worker's table (references.py)
+    in a message            -> a handle there; see Note [credits] in references.py
+    to_here(), rpc_sync()   -> calls to the owner
+
+The value lives while any handle lives anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from . import current
+from .by_value import received_handle
+from .current import current_worker
+from .dispatch import MAY_WAIT
+from .errors import CallTimeoutError, GradientError, PeerLostError
+from .handles import Handle
+from .messages import WorkerInfo
+from .pending import effective_timeout
+from .references import Entry, Owned
+from .worker import Worker
+
+T = TypeVar("T")
+UNSET_TIMEOUT = -1.0  # torch's mark for "the default"
+Function = Callable[..., Any]
+
+
+class RRef(Handle, Generic[T]):
+    """A handle to a value. Made by `remote()` for one on another worker; `RRef(value)` makes one to a value here.
+
+    It can be sent to any worker, in arguments and results, and wherever in them it is.
+    """
+
+    entry: Entry
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        self._worker = current_worker()
+        self._worker._check_open()
+        self.entry = self._worker.references.own(value)
+
+    @classmethod
+    def _of(cls, worker: Worker, entry: Entry) -> RRef[Any]:
+        """For an entry in which this handle is counted already."""
+        self = cls.__new__(cls)
+        self._worker, self.entry = worker, entry
+        return self
+
+    def __del__(self) -> None:
+        # A finaliser: it may run on any thread, under any lock.
+        entry = getattr(self, "entry", None)
+        if entry is not None:
+            self._worker.references.let_go(entry)
+
+    def __copy__(self) -> RRef[T]:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> RRef[T]:
+        return self.__reduce__()  # type: ignore[no-any-return]  # raises, as torch's does
+
+    def __str__(self) -> str:
+        made_by, number = self.entry.id >> 48, self.entry.id & ((1 << 48) - 1)
+        id = f"GloballyUniqueId(created_on={made_by}, local_id={number})"
+        return (
+            f"OwnerRRef({id})"
+            if self.is_owner()
+            else f"UserRRef(RRefId = {id}, owner = {self.owner_name()!r})"
+        )
+
+    __repr__ = __str__
+
+    # -- whose it is -----------------------------------------------------------------------------------
+
+    def owner(self) -> WorkerInfo:
+        """The worker that has the value."""
+        return WorkerInfo(self.owner_name(), self.entry.owner)
+
+    def owner_name(self) -> str:
+        return self._worker.name if self.is_owner() else self._worker.name_of(self.entry.owner)
+
+    def is_owner(self) -> bool:
+        return self.entry.owner == self._worker.id
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner knows of this handle."""
+        entry = self.entry
+        if isinstance(entry, Owned):
+            return True
+        return entry.confirmed or (entry.creation is not None and entry.creation.done())
+
+    # -- the value -------------------------------------------------------------------------------------
+
+    def local_value(self) -> T:
+        """The value itself, on its owner.
+
+        Raises:
+            RuntimeError: this worker is not the owner.
+            Whatever was raised when the value was to be created.
+        """
+        entry = self.entry
+        if not isinstance(entry, Owned):
+            raise RuntimeError(
+                f"For {self}, can't call localValue() on user {self._worker.info()}. Call it on owner {self.owner()}"
+            )
+        return self._worker.references.value_of(entry, self._limit(UNSET_TIMEOUT))  # type: ignore[no-any-return]
+
+    def to_here(self, timeout: float = UNSET_TIMEOUT) -> T:
+        """The value: itself on its owner, a copy elsewhere. Waits until it was created.
+
+        In an autograd context gradients flow back through it.
+
+        Raises:
+            CallTimeoutError, PeerLostError, ValueGoneError
+            Whatever was raised when the value was to be created.
+        """
+        entry = self.entry
+        if isinstance(entry, Owned):
+            return self._worker.references.value_of(entry, self._limit(timeout))  # type: ignore[no-any-return]
+        self._check_creation()
+        return self._worker.call(entry.owner, _fetch, (entry.id,), None, _given(timeout))  # type: ignore[no-any-return]
+
+    def to_here_async(self, timeout: float = UNSET_TIMEOUT) -> torch.futures.Future[T]:
+        """The value's future, which can be waited for and awaited. `await rref` does the same."""
+        self._check_creation()
+        return self._worker.call_async(self.entry.owner, _fetch, (self.entry.id,), None, _given(timeout))
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.to_here_async().__await__()  # type: ignore[attr-defined, no-any-return]
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Runs backward from the value, which must be a tensor with one element: in a context, or (-1) with torch's
+        own autograd on the owner."""
+        if self.is_owner():
+            _backward_from(self.local_value(), dist_autograd_ctx_id, retain_graph)
+        else:
+            args = (self.entry.id, dist_autograd_ctx_id, retain_graph)
+            self._worker.call(self.entry.owner, _backward, args)
+
+    # -- calls of its methods --------------------------------------------------------------------------
+
+    def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> Any:
+        """`rref.rpc_sync().method(...)` calls a method of the value on its owner, and returns the result."""
+        return _Methods(self, self._worker.call, timeout)
+
+    def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> Any:
+        """The same, and returns the result's future."""
+        return _Methods(self, self._worker.call_async, timeout)
+
+    def remote(self, timeout: float = UNSET_TIMEOUT) -> Any:
+        """The same, and returns a handle to the result, which stays there."""
+        return _Methods(self, partial(create, self._worker), timeout)
+
+    # -- torch's private names -------------------------------------------------------------------------
+
+    def _get_type(self, timeout: float = UNSET_TIMEOUT, blocking: bool = True) -> Any:
+        """The value's type, or its future."""
+        if blocking and self.is_owner():
+            return type(self.local_value())
+        self._check_creation()
+        future = self._worker.call_async(self.entry.owner, _type_of, (self.entry.id,), None, _given(timeout))
+        return future.wait() if blocking else future
+
+    def _get_future(self) -> torch.futures.Future[None]:
+        """Done when the value was created."""
+        entry = self.entry
+        if isinstance(entry, Owned):
+            raise RuntimeError(
+                "_get_future can only be called on the user side: the owner has the value itself"
+            )
+        if entry.creation is None:
+            raise RuntimeError(f"{self} was not made by remote() on this worker")
+        return entry.creation  # type: ignore[no-any-return]
+
+    def _limit(self, timeout: float) -> float | None:
+        serving = current.current_serving()
+        default = self._worker.options.rpc_timeout
+        return effective_timeout(_given(timeout), default, serving.deadline if serving else None)
+
+    def _check_creation(self) -> None:
+        """Raises if it is known already that the value was not created."""
+        creation = getattr(self.entry, "creation", None)
+        if creation is None or not creation.done():
+            return
+        try:
+            creation.wait()
+        except CallTimeoutError as error:
+            raise CallTimeoutError(
+                f"RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does "
+                f"not exist: {error}"
+            ) from error
+        except PeerLostError as error:
+            raise PeerLostError(f"the owner of {self} is gone: {error}") from error
+
+
+class _Methods:
+    """The methods of a value, each as a call to its owner."""
+
+    def __init__(self, rref: RRef[Any], call: Function, timeout: float) -> None:
+        self._rref = rref
+        self._call = call
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Function:
+        rref = self._rref
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            rref._check_creation()
+            all_args = (rref.entry.id, name, args, kwargs)
+            return self._call(rref.entry.owner, _invoke, all_args, None, _given(self._timeout))
+
+        return call
+
+
+def create(
+    worker: Worker,
+    to: str | int | WorkerInfo,
+    function: Function,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None,
+    timeout: float | None,
+) -> RRef[Any]:
+    """See rpc.remote()."""
+    return RRef._of(worker, worker.create(to, function, args, kwargs, _given(timeout)))
+
+
+def _received(id: int, owner: int) -> RRef[Any]:
+    """In a pickle: a handle that came in a message."""
+    return RRef._of(*received_handle(id, owner))
+
+
+RRef.rebuild = staticmethod(_received)
+
+
+def _given(timeout: float | None) -> float | None:
+    return None if timeout is None or timeout == UNSET_TIMEOUT else timeout
+
+
+# -- run by the owner --------------------------------------------------------------------------------------
+
+
+def _may_wait(function: Function) -> Function:
+    setattr(function, MAY_WAIT, True)
+    return function
+
+
+@_may_wait
+def _fetch(id: int) -> Any:
+    return current_worker().references.fetch(id)
+
+
+def _value(id: int) -> Any:
+    serving = current.current_serving()
+    limit = effective_timeout(0, 0, serving.deadline if serving else None)
+    return current_worker().references.find(id, limit)
+
+
+@_may_wait
+def _invoke(id: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return getattr(_value(id), name)(*args, **kwargs)
+
+
+def _type_of(id: int) -> type:
+    return type(_value(id))
+
+
+def _backward(id: int, context_id: int, retain_graph: bool) -> None:
+    _backward_from(_value(id), context_id, retain_graph)
+
+
+def _backward_from(value: Any, context_id: int, retain_graph: bool) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise GradientError(f"RRef should contain a tensor for .backward(), not a {type(value).__name__}")
+    if context_id == -1:
+        value.backward(retain_graph=retain_graph)
+        return
+    worker = current_worker()
+    serving = current.current_serving()
+    worker.engine.backward(
+        context_id,
+        [value],
+        grad_tensors=None,
+        retain_graph=retain_graph,
+        create_graph=False,
+        into_grad=False,
+        timeout=effective_timeout(None, worker.options.rpc_timeout, serving.deadline if serving else None),
+    )
