@@ -36,15 +36,17 @@ PUBLIC_IN_AUTOGRAD = {
 PUBLIC_IN_RPC = {
     "Future",
     "Options",
+    "RRef",
     "WorkerInfo",
     "functions",
     "get_worker_info",
     "init_rpc",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
 }
-LIKE_TORCHS = ("init_rpc", "rpc_sync", "rpc_async", "shutdown", "get_worker_info")
+LIKE_TORCHS = ("init_rpc", "rpc_sync", "rpc_async", "remote", "shutdown", "get_worker_info")
 
 SAYS_IT_ALL = {"Worker.new_message_id"}  # a method whose name needs no docstring
 

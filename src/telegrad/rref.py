@@ -81,9 +81,11 @@ class RRef(Handle, Generic[T]):
         return WorkerInfo(self.owner_name(), self.entry.owner)
 
     def owner_name(self) -> str:
+        """The name of the worker that has the value."""
         return self._worker.name if self.is_owner() else self._worker.name_of(self.entry.owner)
 
     def is_owner(self) -> bool:
+        """Whether the value is on this worker."""
         return self.entry.owner == self._worker.id
 
     def confirmed_by_owner(self) -> bool:
