@@ -14,9 +14,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "telegrad"
 
 # Top first. A module imports only from lines below its own: not from above, not from beside.
 LAYERS = """
-    __main__
-    cli
-    profiler optim nn compat testing
+    __main__ compat.__main__
+    cli compat.replacing
+    compat.agent compat.calls compat.children
+    profiler optim nn testing
     cluster
     forkserver
     rpc autograd

@@ -131,7 +131,25 @@ class References:
         self._clearing = False
 
     def statistics(self) -> dict[str, int]:
-        return {"owned": len(self._owned), "held": len(self._held), "on_loan": len(self._loans)}
+        with self._lock:
+            shared = [c for entry in self._owned.values() if (c := _holders(entry))]
+            return {
+                "owned": len(self._owned),
+                "shared": len(shared),  # of these: with handles on other workers
+                "credits": sum(sum(credits.values()) for credits in shared),
+                "held": len(self._held),
+                "unconfirmed": sum(
+                    not held.confirmed and held.creation is None for held in self._held.values()
+                ),
+                "being_created": sum(_is_being_created(held) for held in self._held.values()),
+                "on_loan": len(self._loans),
+            }
+
+    def kept_for_others(self) -> dict[int, list[str]]:
+        """The values that other workers have handles to, and who these are."""
+        with self._lock:
+            found = {entry.id: h for entry in self._owned.values() if (h := _holders(entry))}
+        return {id: [self.host.name_of(worker) for worker in workers] for id, workers in found.items()}
 
     # -- handles here ----------------------------------------------------------------------------------
 
@@ -198,9 +216,23 @@ class References:
         for owner, credits in back.items():
             self._tell(owner, Kind.DROP, Drop(tuple(credits)))
 
+    def let_all_go(self) -> None:
+        """As if all handles here had died. Those that are still there refer to nothing any more."""
+        back: dict[int, list[tuple[int, int]]] = {}
+        dead: list[Owned] = []
+        with self._lock:
+            for held in self._held.values():
+                back.setdefault(held.owner, []).append((held.id, held.credits))
+            self._held.clear()
+            for owned in list(self._owned.values()):
+                owned.handles = 0
+                dead += self._unused_locked(owned)
+        for owner, credits in back.items():
+            self._tell(owner, Kind.DROP, Drop(tuple(credits)))
+
     def _unused_locked(self, entry: Owned) -> Iterable[Owned]:
         """The entry, if nobody needs it any more: it is taken out."""
-        if entry.handles > 0 or any(count > 0 for count in entry.credits.values()):
+        if entry.handles > 0 or _holders(entry):
             return ()
         if self._owned.pop(entry.id, None) is None:
             return ()
@@ -435,6 +467,15 @@ class References:
                 entry.is_set = True
                 for task in entry.waiting:
                     task()
+
+
+def _holders(entry: Owned) -> dict[int, int]:
+    """The workers with handles to it, and their credits."""
+    return {worker: count for worker, count in entry.credits.items() if count > 0}
+
+
+def _is_being_created(held: Held) -> bool:
+    return held.creation is not None and not held.creation.done()
 
 
 def _result(entry: Owned) -> Any:

@@ -43,24 +43,29 @@ class Retirement:
 
         fixed = self.group.world_size is not None
         if fixed:
-            self._barrier("programs_done", left())
+            self.meet("programs_done", left())
         if not poll_until(lambda: not self.waits_for() and self.serves() <= 0, left()):
             raise RendezvousError(
                 f"worker {self.name!r} still waits for {self.waits_for()} answers and serves {self.serves()} "
                 f"calls after {timeout:.1f} s; use shutdown(graceful=False) to drop them"
             )
         if fixed:
-            self._barrier("workers_idle", left())
+            self.meet("workers_idle", left())
             # The store lives in the process of rank 0: it leaves last, when all others have seen the barrier.
             self.group.arrive("gone", self.rank)
             if self.rank == 0:
                 poll_until(lambda: not self._missing("gone"), min(5.0, left() or 5.0))
 
-    def _barrier(self, name: str, timeout: float | None) -> None:
+    def meet(self, name: str, timeout: float | None) -> None:
+        """Waits until every rank has come to that barrier.
+
+        Raises:
+            RendezvousError: some did not within `timeout` seconds.
+        """
         self.group.arrive(name, self.rank)
         if not poll_until(lambda: not self._missing(name), timeout):
             raise RendezvousError(
-                f"ranks {self._missing(name)} did not come to the shutdown within {timeout or 0:.0f} s; "
+                f"ranks {self._missing(name)} did not come to the shutdown within {timeout or 0:g} s; "
                 "have they ended, or do they still work? shutdown(graceful=False) does not wait for them"
             )
 

@@ -83,9 +83,10 @@ class Worker:
         self.member = member
         self.options = options
         self.events = Events()
-        self._group = group
+        self.group = group
         self._pid = os.getpid()
         self._closed_because = ""
+        self._ended_together = False  # all of the group have come to their end
         self._closing = threading.Lock()  # taken once and for all by close()
         self._ids = itertools.count((member.id << COUNTER_BITS) + 1)
         self._to_log: deque[str] = deque()  # from finalisers, which must not log themselves
@@ -490,7 +491,7 @@ class Worker:
 
     def infos(self) -> list[WorkerInfo]:
         """All workers of the group, by id."""
-        return [WorkerInfo(m.name, m.id) for m in self._group.members()]
+        return [WorkerInfo(m.name, m.id) for m in self.group.members()]
 
     def statistics(self) -> Statistics:
         """A snapshot. Never blocks for long."""
@@ -521,29 +522,48 @@ class Worker:
         """
         if not self._closing.acquire(blocking=False):
             return
-        limit = self.options.shutdown_timeout if timeout is None else timeout
-        ended_together = False
         try:
             if graceful and os.getpid() == self._pid:
-                self._retire(limit or None)
-                ended_together = self._group.world_size is not None
+                self.retire(timeout)
         finally:
             self._closed_because = "has shut down"
             self._tear_down()
             # Where all end together there is nobody left to tell, and rank 0 may have taken the store with it.
-            self._group.leave(self.member, tell=not ended_together)
+            self.group.leave(self.member, tell=not self._ended_together)
 
-    def _retire(self, timeout: float | None) -> None:
-        """Waits for the work in flight, here and everywhere. See shutdown.py."""
+    def retire(self, timeout: float | None = None) -> None:
+        """The first half of a graceful close(): waits for the work in flight, here and everywhere. Then nobody needs
+        this worker any more. See shutdown.py.
+
+        Raises:
+            RendezvousError: some worker did not come to a graceful end in time.
+        """
+        if self._ended_together:
+            return
+        limit = self.options.shutdown_timeout if timeout is None else timeout
         own = 0 if current.current_serving() is None else 1  # the call in which we are told to shut down
-        Retirement(
+        self._retirement(own).wait(limit or None)
+        self._ended_together = self.group.world_size is not None
+
+    def meet(self, place: str, timeout: float | None) -> None:
+        """In a group of a fixed size: waits until every other worker has come to that place, too. The dead are not
+        waited for. A place can be used once.
+
+        Raises:
+            RendezvousError: somebody did not come within `timeout` seconds.
+        """
+        if self.group.world_size is not None:
+            self._retirement(0).meet(place, timeout)
+
+    def _retirement(self, own: int) -> Retirement:
+        return Retirement(
             name=self.name,
             rank=self.member.rank,
-            group=self._group,
+            group=self.group,
             waits_for=lambda: len(self._pending) + self.engine.busy,
             serves=lambda: self._dispatch.unanswered - own,
             is_lost=self._peers.is_lost,
-        ).wait(timeout)
+        )
 
     def _tear_down(self) -> None:
         self._dispatch.close()

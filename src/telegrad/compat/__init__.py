@@ -1,0 +1,17 @@
+"""telegrad in the place of torch's RPC, for programs that know nothing of telegrad.
+
+    install()                                    from now on, in this process and in those that it starts
+    python -m telegrad.compat script.py ARGS     the same for a whole script
+
+What is replaced are names inside of torch's own modules, so `import torch.distributed.rpc as rpc` gives the same module
+as ever, with telegrad's functions in it. Code that has imported single names before gets telegrad's as well.
+
+    replacing.py   which name of which module becomes what
+    agent.py       what torch's Python code expects of an RPC agent, on a Worker
+    calls.py       rpc_sync, rpc_async, remote: torch's, with its profiler
+    children.py    processes that multiprocessing starts
+"""
+
+from .replacing import install, is_installed
+
+__all__ = ["install", "is_installed"]

@@ -1,0 +1,223 @@
+"""Agent: what torch's Python code expects of an RPC agent, on a Worker.
+
+torch's init_rpc() and shutdown() are Python around an agent in C++. They stay as they are: `start` is what the backend
+registry now has for TENSORPIPE, and the functions below take the places of those in C++.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed.rpc.api as torch_api
+
+from .. import autograd, messages
+from ..config import Options
+from ..current import current_worker, default_worker, set_default_worker
+from ..errors import NotStartedError, RendezvousError
+from ..rendezvous import Group, poll_until
+from ..worker import Worker
+
+_NAME = re.compile(r"[A-Za-z0-9_:-]+")
+_LONGEST_NAME = 128
+_LAST_DROPS = 5.0  # seconds; what others gave back before they came to the end may still be on its way
+
+
+class Agent:
+    """A worker, as torch's RpcAgent."""
+
+    def __init__(self, worker: Worker, store: Any, torch_options: Any) -> None:
+        self.worker = worker
+        self.store = store
+        self._torch_options = torch_options
+        self._meetings = 0
+        self.measures_gil = False
+
+    @property
+    def is_static_group(self) -> bool:
+        return self.worker.group.world_size is not None
+
+    def get_worker_info(self, worker: str | int | None = None) -> messages.WorkerInfo:
+        return self.worker.info(worker)
+
+    def get_worker_infos(self) -> list[messages.WorkerInfo]:
+        return self.worker.infos()
+
+    def get_debug_info(self) -> dict[str, str]:
+        """torch's keys: programs print them, and look at some."""
+        now = self.worker.statistics()
+        info = {
+            "agent.num_pending_requests": now.calls_pending,
+            "agent.thread_pool_size": self._torch_options.num_worker_threads,
+            "agent.num_idle_threads": max(0, self._torch_options.num_worker_threads - now.calls_being_served),
+            "agent.client_active_calls": now.calls_pending,
+            "agent.server_active_calls": now.calls_being_served,
+            "agent.server_active_async_calls": 0,
+        }
+        if self.measures_gil:
+            info["agent.gil_average_wait_time_us"] = (
+                0  # not measured: a call here never waits for another's GIL
+            )
+        return {key: str(value) for key, value in info.items()}
+
+    def get_metrics(self) -> dict[str, str]:
+        return self.get_debug_info()
+
+    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+        """Waits for the work in flight, everywhere."""
+        self.worker.retire(timeout)
+
+    def sync(self) -> None:
+        """Nothing waits to be sent: a call is written before it returns."""
+
+    def shutdown(self) -> None:
+        self.worker.close(graceful=False)
+
+    def wait_for_all(self, timeout: float) -> None:
+        self._meetings += 1
+        self.worker.meet(f"meeting/{self._meetings}", timeout or None)
+
+    def _get_backend_options(self) -> Any:
+        return self._torch_options
+
+    def _get_device_map(self, to: messages.WorkerInfo) -> dict[torch.device, torch.device]:
+        return dict(self._torch_options.device_maps.get(to.name, {}))
+
+
+def _check_name(name: str) -> None:
+    """torch's rules."""
+    if not name:
+        raise RuntimeError("Worker name must be non-empty.")
+    if len(name) >= _LONGEST_NAME:
+        raise RuntimeError(f"Worker name must be shorter than {_LONGEST_NAME} characters.")
+    if not _NAME.fullmatch(name):
+        raise RuntimeError(f"Worker name must match [A-Za-z0-9-_:]*, but {name!r} does not.")
+
+
+class _CheckedName(type):
+    def __call__(cls, name: str, id: int) -> messages.WorkerInfo:
+        _check_name(name)
+        return messages.WorkerInfo(name, id)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, messages.WorkerInfo)
+
+
+class WorkerInfo(metaclass=_CheckedName):
+    """telegrad's WorkerInfo; where a program makes one itself, with torch's rules for names."""
+
+
+# -- what stands in the places of torch's C++ functions ---------------------------------------------------
+
+_agent: Agent | None = None  # of the default worker
+
+
+def start_with(options: Options) -> Callable[..., Agent]:
+    """What the backend registry calls to start an agent. `options` hold where torch's own say nothing."""
+
+    def start(store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any) -> Agent:
+        from torch.distributed.rpc import TensorPipeRpcBackendOptions
+
+        global _agent
+        if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
+            raise TypeError(
+                f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}"
+            )
+        _check_name(name)
+        timeout = float(rpc_backend_options.rpc_timeout)
+        group = Group(store, world_size or None, options.init_timeout)
+        worker = Worker.start(name, group, replace(options, rpc_timeout=timeout), rank=rank)
+        set_default_worker(worker)
+        _agent = Agent(worker, store, rpc_backend_options)
+        return _agent
+
+    return start
+
+
+def is_set() -> bool:
+    return default_worker() is not None
+
+
+def get_agent() -> Agent:
+    worker = current_worker()
+    if _agent is None or worker is not _agent.worker:
+        raise NotStartedError(
+            f"worker {worker.name!r} was not started by torch.distributed.rpc.init_rpc(); use telegrad.rpc for it"
+        )
+    return _agent
+
+
+def set_agent(agent: Any) -> None:
+    raise NotImplementedError(
+        f"telegrad starts its workers itself, and cannot use a {type(agent).__name__}: call init_rpc() with the "
+        "TENSORPIPE backend, which stands for telegrad"
+    )
+
+
+def reset_agent() -> None:
+    global _agent
+    _agent = None
+    set_default_worker(None)
+
+
+def get_timeout() -> float:
+    return current_worker().options.rpc_timeout
+
+
+def set_timeout(seconds: float) -> None:
+    worker = current_worker()
+    worker.options = replace(worker.options, rpc_timeout=float(seconds))
+
+
+def wait_all_workers(timeout: float = 0) -> None:
+    """Waits until every worker of the group has come here. The dead are not waited for."""
+    agent = get_agent()
+    try:
+        agent.wait_for_all(timeout)
+    except RendezvousError:
+        torch_api.logger.exception("Failed to respond to 'Shutdown Proceed' in time")
+        raise
+
+
+def delete_all_handles(timeout: float = 0) -> None:
+    """All RRefs of this worker end; values that nobody else has RRefs to go."""
+    current_worker().references.let_all_go()
+
+
+def destroy_references(ignore_leaks: bool) -> list[str]:
+    """At the end of a worker. Raises if others still have RRefs to its values and that is not to be ignored."""
+    references = current_worker().references
+    if not ignore_leaks and not poll_until(lambda: not references.kept_for_others(), _LAST_DROPS):
+        kept = references.kept_for_others()
+        raise RuntimeError(
+            "Leaking RRefs detected during shutdown: these values have RRefs on other workers:\n"
+            + "\n".join(f"Leaking RRef {id} with holders {holders}" for id, holders in kept.items())
+        )
+    return []
+
+
+def reference_counts() -> dict[str, str]:
+    """torch's keys."""
+    counts = current_worker().references.statistics()
+    return {
+        "num_owner_rrefs": str(counts["shared"]),
+        "num_forks": str(counts["credits"]),
+        "num_pending_futures": str(counts["being_created"]),
+        "num_pending_users": str(counts["unconfirmed"]),
+        "num_pending_children": str(counts["on_loan"]),
+    }
+
+
+def debug_info() -> dict[str, Any]:
+    return {**reference_counts(), **get_agent().get_debug_info(), **autograd._get_debug_info()}
+
+
+def enable_gil_profiling(enabled: bool) -> None:
+    get_agent().measures_gil = enabled
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """For what torch's agent needs done and telegrad's does not."""

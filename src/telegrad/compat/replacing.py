@@ -1,0 +1,194 @@
+"""Which name of which of torch's modules becomes what, and how.
+
+# Note [why names and not modules]
+A module could be swapped as a whole, in sys.modules. But torch itself, and any module that was imported before, holds
+the module object; and C++ looks names up in it. So the module stays and what is in it changes. Single names that others
+have taken from it before (`from torch.distributed.rpc import rpc_sync`) are found and changed where they are: names of
+any module that are bound to the very object that is replaced.
+
+Much of torch's RPC is Python around C++: init_rpc(), shutdown(), the backend registry, the options, _all_gather(). That
+stays torch's, and runs on telegrad, since what it calls is replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed.rpc
+import torch.distributed.rpc.backend_registry
+import torch.distributed.rpc.options
+import torch.distributed.rpc.rref_proxy
+
+from .. import autograd
+from ..config import Options
+from ..rref import RRef
+from . import agent, calls
+from .children import follow_into_children
+
+_C = torch._C._distributed_rpc
+_torch_rpc_is_running = _C._is_current_rpc_agent_set  # before it is replaced
+
+_installed = False
+
+
+def is_installed() -> bool:
+    return _installed
+
+
+def install(options: Options | None = None) -> None:
+    """Puts telegrad in the place of torch.distributed.rpc, torch.distributed.autograd,
+    torch.distributed.optim.DistributedOptimizer and torch.distributed.nn.RemoteModule: for this process, and for those
+    that it starts with multiprocessing. Any number of times.
+
+    Args:
+        options: telegrad's own options for the worker that init_rpc() will start. Its timeout is torch's.
+
+    Raises:
+        RuntimeError: torch's own RPC is running in this process.
+    """
+    global _installed
+    if _torch_rpc_is_running():
+        raise RuntimeError(
+            "torch's own RPC is running in this process, and telegrad cannot take its place while it does: call "
+            "telegrad.compat.install() before torch.distributed.rpc.init_rpc(), or after its shutdown()"
+        )
+    _set_backend(options or Options())
+    if _installed:
+        return
+    _installed = True
+    replaced: dict[int, tuple[Any, Any]] = {}  # by id: torch's object, and what takes its place
+    for module, names in _replacements():
+        for name, new in names.items():
+            old = getattr(module, name, None)
+            if isinstance(old, type | types.FunctionType | types.BuiltinFunctionType):
+                replaced[id(old)] = old, new
+            setattr(module, name, new)
+    _change_where_imported(replaced)
+    torch._jit_internal.is_rref_instance = _is_handed_to_script
+    follow_into_children()
+
+
+def _set_backend(options: Options) -> None:
+    """The TENSORPIPE backend stands for telegrad. The enum's member stays what it is: programs hold it."""
+    registry = torch.distributed.rpc.backend_registry
+    member = registry.BackendType["TENSORPIPE"]
+    construct = member.value.construct_rpc_backend_options_handler
+    member._value_ = registry.BackendValue(construct, agent.start_with(options))
+
+
+def _replacements() -> Iterator[tuple[types.ModuleType, dict[str, Any]]]:
+    for module in (_C, torch.distributed.rpc, torch.distributed.rpc.api):
+        yield module, {name: new for name, new in _RPC.items() if hasattr(module, name)}
+    for module in (torch._C._distributed_autograd, torch.distributed.autograd):
+        yield module, {name: getattr(autograd, name) for name in _AUTOGRAD if hasattr(module, name)}
+    yield torch.distributed.autograd, {"context": autograd.context}
+    for name, own_module, modules in _CLASSES:
+        try:
+            found = getattr(importlib.import_module(own_module, __package__), name)
+        except ImportError:
+            continue
+        for module_name in modules:
+            yield importlib.import_module(module_name), {name: found}
+
+
+def _change_where_imported(replaced: dict[int, tuple[Any, Any]]) -> None:
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == __name__.partition(".")[0] or not isinstance(
+            module, types.ModuleType
+        ):
+            continue
+        for name, value in list(vars(module).items()):
+            old, new = replaced.get(id(value), (None, None))
+            if old is not None and old is value:
+                setattr(module, name, new)
+
+
+def _not_here(name: str, instead: str) -> Callable[..., Any]:
+    """For a name that telegrad has no use for: says what to use."""
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"torch.distributed.rpc.{name} is not there with telegrad: {instead}")
+
+    missing.__name__ = missing.__qualname__ = name
+    return missing
+
+
+def _is_handed_to_script(obj: object) -> bool:
+    """torch asks this of whatever is handed to a scripted function."""
+    if isinstance(obj, RRef):
+        raise NotImplementedError(
+            f"{obj} cannot be handed to TorchScript, which knows only torch's own RRefs: hand over its value "
+            "(to_here()), or do not script the function"
+        )
+    return False
+
+
+_INSTEAD_OF_INVOKE = "call rpc_sync(), rpc_async() or remote() with the function itself"
+_INSTEAD_OF_PICKLE = "send RRefs as arguments and results of calls"
+_INSTEAD_OF_GLOBAL_PROFILER = "run torch.profiler.profile in a function that you call there"
+
+_RPC: dict[str, Any] = {
+    # calls
+    "rpc_sync": calls.rpc_sync,
+    "rpc_async": calls.rpc_async,
+    "remote": calls.remote,
+    "RRef": RRef,
+    "PyRRef": RRef,
+    "WorkerInfo": agent.WorkerInfo,
+    # the agent
+    "RpcAgent": agent.Agent,
+    "TensorPipeAgent": agent.Agent,
+    "_is_current_rpc_agent_set": agent.is_set,
+    "_get_current_rpc_agent": agent.get_agent,
+    "_set_and_start_rpc_agent": agent.set_agent,
+    "_reset_current_rpc_agent": agent.reset_agent,
+    "_set_rpc_timeout": agent.set_timeout,
+    "get_rpc_timeout": agent.get_timeout,
+    "_wait_all_workers": agent.wait_all_workers,
+    "_cleanup_python_rpc_handler": agent.nothing,
+    "enable_gil_profiling": agent.enable_gil_profiling,
+    # references
+    "_delete_all_user_and_unforked_owner_rrefs": agent.delete_all_handles,
+    "_destroy_rref_context": agent.destroy_references,
+    "_rref_context_get_debug_info": agent.reference_counts,
+    "_get_debug_info": agent.debug_info,
+    # what is not there
+    **{
+        name: _not_here(name, _INSTEAD_OF_INVOKE)
+        for name in (
+            "_invoke_remote_builtin",
+            "_invoke_remote_python_udf",
+            "_invoke_remote_torchscript",
+            "_invoke_rpc_builtin",
+            "_invoke_rpc_python_udf",
+            "_invoke_rpc_torchscript",
+        )
+    },
+    "_enable_jit_rref_pickle": _not_here("_enable_jit_rref_pickle", _INSTEAD_OF_PICKLE),
+    "_disable_jit_rref_pickle": _not_here("_disable_jit_rref_pickle", _INSTEAD_OF_PICKLE),
+    "_server_process_global_profile": _not_here(
+        "_server_process_global_profile", _INSTEAD_OF_GLOBAL_PROFILER
+    ),
+    "_enable_server_process_global_profiler": _not_here(
+        "_enable_server_process_global_profiler", _INSTEAD_OF_GLOBAL_PROFILER
+    ),
+    "_disable_server_process_global_profiler": _not_here(
+        "_disable_server_process_global_profiler", _INSTEAD_OF_GLOBAL_PROFILER
+    ),
+}
+
+_AUTOGRAD = (
+    "DistAutogradContext", "_current_context", "_get_debug_info", "_get_max_id", "_init", "_is_valid_context",
+    "_new_context", "_release_context", "_retrieve_context", "backward", "get_gradients",
+)  # fmt: skip
+
+# name, telegrad's module, torch's modules
+_CLASSES = (
+    ("DistributedOptimizer", "..optim", ("torch.distributed.optim", "torch.distributed.optim.optimizer")),
+    ("RemoteModule", "..nn", ("torch.distributed.nn", "torch.distributed.nn.api.remote_module")),
+)
