@@ -10,7 +10,7 @@ The functions act on the current worker: inside a call the one that serves it, e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar, Token
 from typing import Any
 
@@ -264,6 +264,8 @@ def _get_debug_info() -> dict[str, int]:
 
 
 def _tensors(given: Any, what: str) -> list[torch.Tensor]:
+    if not isinstance(given, Iterable):
+        raise TypeError(f"incompatible function arguments: {what} must be tensors, not {given!r}")
     tensors = [given] if isinstance(given, torch.Tensor) else list(given)
     for place, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):

@@ -56,8 +56,8 @@ class Sent:
     @property
     def edge(self) -> Edge:
         if self._edge is None:
-            edge = torch.autograd.graph.get_gradient_edge(self.stand_in)
-            self._edge = (edge.node, edge.output_nr)
+            # torch's get_gradient_edge() makes a view of the leaf, which a sparse one cannot.
+            self._edge = make_send(self.id, self.stand_in).grad_fn.next_functions[0]  # type: ignore[union-attr]
         return self._edge
 
 

@@ -166,6 +166,9 @@ class Capture:
         self._free = _references_of_free_one()
         self._lock = threading.Lock()  # device threads of the engine add at the same time
         self._cleanup: list[Callable[[], None]] = []
+        # By address: gradients that several hold. The last of them must not take it for its own: a Function or a hook
+        # that has handed it out may have kept the address.
+        self._shared: dict[int, Any] = {}
         self.gradients = GradientTable()
 
     def watch(self, nodes: Iterable[Any], is_ours: Callable[[], bool] | None = None) -> None:
@@ -185,10 +188,24 @@ class Capture:
                 return None
             if gradients[0] is not None:
                 is_free = _references(gradients) == self._free  # asked first: to name it is to hold it
+                if not is_free:
+                    self._note_shared(gradients[0])
+                elif self._shared:
+                    is_free = not self._was_shared(gradients[0])
                 self._add(leaf, _own(gradients[0], leaf, is_free))
             return (None,)
 
         return take
+
+    def _note_shared(self, gradient: torch.Tensor) -> None:
+        if gradient.layout is torch.strided:
+            self._shared[gradient.data_ptr()] = torch._C._WeakTensorRef(gradient)  # type: ignore[attr-defined]
+
+    def _was_shared(self, gradient: torch.Tensor) -> bool:
+        if gradient.layout is not torch.strided:
+            return False
+        found = self._shared.get(gradient.data_ptr())
+        return found is not None and not found.expired()
 
     def _add(self, leaf: Leaf, gradient: torch.Tensor) -> None:
         with self._lock:
@@ -249,10 +266,17 @@ def _own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:
         return gradient  # it is to be differentiated, and so never changed in place
     gradient = gradient.detach()
     if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
-        return gradient if is_free else gradient.clone()
+        return gradient if is_free and _is_plain(gradient) else gradient.clone()
     if is_free and (
         gradient.stride() == leaf.stride() or (leaf.is_contiguous() and gradient.is_contiguous())
     ):
         return gradient
     with torch.no_grad():
         return torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+
+def _is_plain(gradient: torch.Tensor) -> bool:
+    """Whether more can be added to it in place: the parts of a sparse one may be expanded."""
+    if gradient.layout is not torch.sparse_coo:
+        return True
+    return gradient._indices().is_contiguous() and gradient._values().is_contiguous()

@@ -184,6 +184,11 @@ class Wait(torch.autograd.Function):
         return None, None, *map(pass_.take, ctx.leaves), *(gradient,) * ctx.rest
 
 
+# In graphs, profiles and anomaly mode these have the names that torch's own nodes have. A Wait stands for all that was
+# sent in a message, as torch's send function does.
+Recv._backward_cls.__name__ = "torch::distributed::autograd::RecvRpcBackward"
+Wait._backward_cls.__name__ = "torch::distributed::autograd::SendRpcBackward"
+
 # torch's Function.apply, without what it does for transforms (vmap and the like) that none of these nodes meets.
 _apply = torch._C._FunctionBase.__dict__["apply"].__get__
 _apply_beacon, _apply_send = _apply(None, Beacon), _apply(None, Send)
