@@ -18,6 +18,7 @@ LAYERS = """
     cli compat.replacing
     compat.agent compat.calls compat.children
     profiler optim nn testing
+    local_optimizer
     cluster
     forkserver
     rpc autograd
