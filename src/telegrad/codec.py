@@ -244,7 +244,10 @@ class Codec:
             except Exception:
                 pass  # a type that is not known here, or whose constructor wants other arguments
         if error is None:
-            error = RemoteError(f"{failure.type_name} on worker {worker!r}: {failure.text}")
+            error = RemoteError(
+                f"{failure.type_name} on worker {worker!r}: {failure.text} (Original exception on remote side was of a "
+                "type that cannot be rebuilt here)"
+            )
         error.__cause__ = RemoteTraceback(worker, failure.traceback)
         return error
 

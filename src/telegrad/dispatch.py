@@ -126,8 +126,9 @@ class Dispatch:
             call = self._codec.decode(envelope, frames, self._attach.incoming(envelope))
         except DecodeError as error:
             raise DecodeError(
-                f"the call cannot be rebuilt there: {error}. A function and the classes of its arguments must be in "
-                "modules that the callee can import (or in __main__ of the caller)"
+                f"the call cannot be rebuilt there: {error}. The RPC pickler does not serialize what a module has: a "
+                "function and the classes of its arguments must be in modules that the callee can import (or in "
+                "__main__ of the caller)"
             ) from error.__cause__
         assert isinstance(call, Call)
         function = call.function
@@ -139,9 +140,9 @@ class Dispatch:
         self._remember(name, time.monotonic() - began)
         if hasattr(function, ASYNC_MARK):
             if not isinstance(result, torch._C.Future):
-                raise TypeError(
-                    "functions decorated with @rpc.functions.async_execution must return a "
-                    f"torch.futures.Future object, but got {type(result)}"
+                raise RuntimeError(
+                    "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
+                    f"{name} returned a {type(result).__name__}"
                 )
             return result, True
         return result, hasattr(function, MAY_WAIT) and isinstance(result, torch._C.Future)

@@ -79,7 +79,7 @@ class Held:
         self.owner = owner
         self.handles = 0  # here, on loan, and messages on their way to be decoded
         self.credits = 0  # to be given back
-        self.confirmed = False  # the owner knows of us
+        self.confirmed = False  # the owner keeps it for us
         self.creation: Any = None  # the future of the call that creates it, at the worker that made that
 
 
@@ -372,10 +372,9 @@ class References:
                     held = self._held[lent.rref] = Held(lent.rref, lent.owner)
                 held.handles += 1
                 held.credits += 1
+                held.confirmed = True  # by the owner, or by its credit for whoever lent it
                 if lent.loan:
                     holds.append((held, Hold(lent.rref, lent.loan)))
-                else:
-                    held.confirmed = True
                 arrived.append(held)
         for held, hold in holds:
             self.host.submit(partial(self._hold, held, hold))
@@ -383,7 +382,6 @@ class References:
 
     def _hold(self, held: Held, hold: Hold) -> None:
         self._tell(held.owner, Kind.HOLD, hold)
-        held.confirmed = True
 
     def on_message(self, peer: int, body: Any) -> Task | None:
         """Another worker tells us of its handles. While reading: what takes longer is returned."""

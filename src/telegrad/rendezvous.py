@@ -233,8 +233,7 @@ class Group:
                 is_taken = member is not None and is_alive(member)
             if is_taken:
                 raise NameTakenError(
-                    f"worker name {name!r} is taken: a live worker with id {owner} has it; "
-                    "names are unique in a group, so choose another"
+                    f"worker name {name!r} is not unique: a live worker with id {owner} has it; choose another"
                 )
             expected = owner
 
@@ -242,6 +241,11 @@ class Group:
         self._ask(lambda: self._store.set(f"member/{member.id}", msgspec.msgpack.encode(member)))
         if member.rank >= 0:
             self._ask(lambda: self._store.set(f"rank/{member.rank}", str(member.id)))
+
+    def fail(self, rank: int, reason: str) -> None:
+        """Tells those who wait for this rank that it does not come."""
+        if self.world_size is not None:
+            self._ask(lambda: self._store.set(f"failed/{rank}", reason))
 
     def leave(self, member: Member, *, tell: bool) -> None:
         """Frees the name, if the others are to be told, and lets go of the store: one that this process serves
@@ -282,13 +286,16 @@ class Group:
         """Waits until every rank has joined.
 
         Raises:
-            RendezvousError: some did not come in time; it names their ranks.
+            RendezvousError: some did not come in time, or could not join; it names their ranks.
         """
         assert self.world_size is not None
         missing = set(range(self.world_size))
 
         def all_here() -> bool:
             missing.difference_update([r for r in missing if self._get(f"rank/{r}") is not None])
+            for rank in missing:
+                if (reason := self._get(f"failed/{rank}")) is not None:
+                    raise RendezvousError(f"rank {rank} could not join the group: {reason.decode()}")
             return not missing
 
         if not poll_until(all_here, self._timeout):

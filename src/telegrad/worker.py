@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from .duty import Roster
 from .errors import (
     CallTimeoutError,
     EncodeError,
+    NameTakenError,
     NotStartedError,
     PeerLostError,
     TelegradError,
@@ -43,7 +45,7 @@ from .gradients.engine import Engine
 from .mail import Mail
 from .messages import COUNTER_BITS, Call, Envelope, Hello, Kind, Member, WorkerInfo
 from .modes import current_modes
-from .peers import Peers
+from .peers import Peer, Peers
 from .pending import OVERHEAD_BYTES, PendingCall, PendingCalls, effective_timeout
 from .reading import Incoming, Reader
 from .references import Entry, Held, References
@@ -153,7 +155,7 @@ class Worker:
         host = this_host()
         worker = cls(Member(id, name, (), host, rank), group, options, hello, hub)
         try:
-            group.claim(name, id, worker._peers.is_alive)
+            worker._claim_name()
             worker._listen()
             group.publish(worker.member)
             if group.world_size is not None:
@@ -162,6 +164,13 @@ class Worker:
             worker.close(graceful=False)
             raise
         return worker
+
+    def _claim_name(self) -> None:
+        try:
+            self.group.claim(self.name, self.id, self._peers.is_alive)
+        except NameTakenError as error:
+            self.group.fail(self.member.rank, str(error))
+            raise
 
     def _listen(self) -> None:
         addresses = self._peers.listen()
@@ -353,7 +362,7 @@ class Worker:
             current.thread.relieve()
         limit = effective_timeout(timeout, self.options.rpc_timeout, serving.deadline if serving else None)
         depth = serving.depth + 1 if serving else 1
-        peer, connection = self._peers.reach(to, limit)
+        peer, connection = self._reach(to, limit)
         name = getattr(function, "__qualname__", None) or repr(function)
         call = PendingCall(self.new_message_id(), name, peer.member.name, limit, depth)
         call.future = future
@@ -377,6 +386,17 @@ class Worker:
                 raise translated from error
             # Else it was completed meanwhile, by the loss of the connection: the caller hears of that.
         return call
+
+    def _reach(self, to: str | int | WorkerInfo, timeout: float | None) -> tuple[Peer, Connection]:
+        began = time.monotonic()
+        try:
+            return self._peers.reach(to, timeout)
+        except PeerLostError as error:
+            if timeout is None or time.monotonic() - began < timeout:
+                raise
+            # Whether it lives is not known: there was no time to find out.
+            late = f"RPC ran for more than set timeout ({timeout * 1000:.0f} ms): {error}"
+            raise CallTimeoutError(late) from error
 
     def _admit(self, call: PendingCall, nbytes: int) -> None:
         """Before a call is written: waits for its place among the bytes in flight."""
