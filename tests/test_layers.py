@@ -18,7 +18,7 @@ LAYERS = """
     cli compat.replacing
     compat.agent compat.calls compat.children
     profiler optim nn testing
-    local_optimizer
+    local_optimizer local_module
     cluster
     forkserver
     rpc autograd

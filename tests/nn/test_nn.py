@@ -1,0 +1,676 @@
+"""RemoteModule: what an nn.Module does, on another worker, with the same numbers as here."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import telegrad
+from telegrad import autograd, errors, rpc
+from telegrad.current import current_worker
+from telegrad.nn import RemoteModule
+from telegrad.optim import DistributedOptimizer
+from telegrad.rpc import RRef
+
+PATIENCE = 10.0
+
+
+@pytest.fixture(scope="module", params=["inproc", "unix"])
+def cluster(request: pytest.FixtureRequest, server: telegrad.ForkServer) -> Iterator[telegrad.LocalCluster]:
+    options = telegrad.Options(rpc_timeout=PATIENCE)
+    with telegrad.LocalCluster(
+        ["a", "b"], transport=request.param, server=server, options=options
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(cluster: telegrad.LocalCluster) -> Iterator[None]:
+    """After every test no worker keeps or refers to anything: no module, no parameter, no context."""
+    yield
+    event = threading.Event()
+    for _ in range(int(PATIENCE / 0.01)):
+        found = {name: rpc.rpc_sync(name, left_behind) for name in ("driver", "a", "b")}
+        if not any(found.values()):
+            return
+        event.wait(0.01)
+    raise AssertionError(f"left behind: {found}")
+
+
+def left_behind() -> int:
+    gc.collect()  # an exception and its frames refer to each other
+    worker = current_worker()
+    return sum(worker.references.statistics().values()) + len(worker.contexts)
+
+
+class Net(nn.Module):
+    """Parameters, buffers, dropout, and arguments of several kinds."""
+
+    def __init__(self, size: int = 4, *, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.first = nn.Linear(size, size)
+            self.norm = nn.BatchNorm1d(size)
+            self.scale = nn.Parameter(torch.rand(size))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(
+        self, x: torch.Tensor, power: int = 1, *, extra: dict[str, Any] | None = None
+    ) -> torch.Tensor:
+        y = self.norm(self.first(x)) * self.scale**power
+        if extra is not None:
+            y = y + extra["shift"]
+        return self.dropout(y)
+
+
+def x(requires_grad: bool = True) -> torch.Tensor:
+    return torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_(requires_grad)
+
+
+def pair(to: str = "a", **kwargs: Any) -> tuple[Net, RemoteModule]:
+    """The same module here and there."""
+    return Net(**kwargs).eval(), RemoteModule(to, Net, kwargs=kwargs).eval()
+
+
+def look(rref: RRef[Any], what: str) -> Any:
+    found = rref.local_value()
+    for name in what.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def ask(module: RemoteModule, what: str) -> Any:
+    return rpc.rpc_sync(module.module_rref.owner(), look, args=(module.module_rref, what))
+
+
+def gradients(context_id: int, rrefs: list[RRef[Any]]) -> list[torch.Tensor | None]:
+    return [rpc.rpc_sync(r.owner(), gradient_of, args=(context_id, r)) for r in rrefs]
+
+
+def gradient_of(context_id: int, rref: RRef[Any]) -> torch.Tensor | None:
+    return autograd.get_gradients(context_id).get(rref.local_value())
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+# -- calls -------------------------------------------------------------------------------------------------
+
+
+def test_forward_and_its_gradients():
+    here, there = pair()
+    mine, theirs = x(), x()
+    shift = torch.ones(4, requires_grad=True)
+    expected = here(mine, 2, extra={"shift": shift}).square().sum()
+    expected.backward()
+    with autograd.context() as context_id:
+        other_shift = torch.ones(4, requires_grad=True)
+        found = there(theirs, 2, extra={"shift": other_shift}).square().sum()
+        autograd.backward(context_id, [found])
+        assert_equal(found.detach(), expected.detach())
+        mine_here = autograd.get_gradients(context_id)
+        assert_equal(mine_here[theirs], mine.grad)
+        assert_equal(mine_here[other_shift], shift.grad)
+        for gradient, param in zip(
+            gradients(context_id, there.remote_parameters()), here.parameters(), strict=True
+        ):
+            assert_equal(gradient, param.grad)
+
+
+def test_forward_async():
+    here, there = pair()
+    future = there.forward_async(x(False), power=3)
+    assert_equal(future.wait(), here(x(False), power=3))
+    assert_equal(there.forward(x(False)), here(x(False)))
+    with autograd.context() as context_id:
+        theirs = x()
+        autograd.backward(context_id, [there.forward_async(theirs).wait().sum()])
+        assert theirs in autograd.get_gradients(context_id)
+
+
+def test_what_it_says_of_itself():
+    there = RemoteModule("a/cpu", nn.Linear, (4, 2))
+    assert isinstance(there, nn.Module)
+    assert (there.on, there.device) == ("a", "cpu")
+    assert there.get_module_rref() is there.module_rref
+    assert there.module_rref.owner_name() == "a"
+    assert repr(there) == "RemoteModule(on='a', device='cpu')"
+    assert ask(there, "out_features") == 2
+
+
+def test_a_worker_by_its_number():
+    number = rpc.get_worker_info("b").id
+    there = RemoteModule(f"rank:{number}/cpu", nn.Linear, (4, 2))
+    assert there.on == number
+    assert there.module_rref.owner_name() == "b"
+    assert there(x(False)).shape == (3, 2)
+
+
+def test_a_module_of_ones_own_worker():
+    for where in ("driver", "cpu", "driver/cpu"):
+        there = RemoteModule(where, nn.Linear, (4, 2))
+        assert there.on == "driver"
+        assert there(x(False)).shape == (3, 2)
+
+
+def test_a_function_that_makes_it():
+    there = RemoteModule("a", lambda size: nn.Sequential(nn.Linear(4, size), nn.Tanh()), args=[2])
+    assert there(x(False)).shape == (3, 2)
+    assert there.module_rref._get_type() is nn.Sequential
+
+
+def scripted(size: int) -> torch.jit.ScriptModule:
+    return torch.jit.script(nn.Linear(size, 2))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_module():
+    there = RemoteModule("a", scripted, (4,))
+    assert there(x(False)).shape == (3, 2)
+    with pytest.raises(NotImplementedError, match="TorchScript code makes no remote calls"):
+        RemoteModule("a", nn.Linear, (4, 2), None, object)
+
+
+class Modes(nn.Module):
+    def forward(self) -> tuple[bool, bool]:
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+
+
+def test_modes_travel():
+    there = RemoteModule("a", Modes)
+    assert there() == (True, False)
+    with torch.no_grad(), torch.autocast("cpu"):
+        assert there() == (False, True)
+
+
+# -- parameters, as handles --------------------------------------------------------------------------------
+
+
+def test_parameters_are_handles():
+    here, there = pair()
+    assert all(isinstance(rref, RRef) and rref.owner_name() == "a" for rref in there.parameters())
+    for found, expected in [
+        (there.named_parameters(), here.named_parameters()),
+        (there.named_parameters("p", recurse=False), here.named_parameters("p", recurse=False)),
+        (there.named_buffers(), here.named_buffers()),
+    ]:
+        found, expected = dict(found), dict(expected)
+        assert list(found) == list(expected)
+        for name, rref in found.items():
+            assert_equal(rref.to_here().detach(), expected[name].detach())
+    assert len(there.remote_parameters(recurse=False)) == 1
+    assert len(list(there.buffers())) == 3
+    assert isinstance(there.remote_parameters()[0].to_here(), nn.Parameter)
+    with pytest.raises(TypeError, match="can only optimize Tensors"):
+        torch.optim.SGD(there.parameters())
+
+
+def test_it_is_trained():
+    here, there = pair()
+    mine = torch.optim.SGD(here.parameters(), lr=0.1, momentum=0.9)
+    theirs = DistributedOptimizer(torch.optim.SGD, there.named_parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        mine.zero_grad()
+        here(x()).square().sum().backward()
+        mine.step()
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [there(x()).square().sum()])
+            theirs.step(context_id)
+    for param, rref in zip(here.parameters(), there.parameters(), strict=True):
+        assert_equal(rref.to_here().detach(), param.detach())
+
+
+# -- state -------------------------------------------------------------------------------------------------
+
+
+def test_state_dict_is_that_of_the_module():
+    here, there = pair(seed=3)
+    found, expected = there.state_dict(), here.state_dict()
+    assert list(found) == list(expected)
+    assert found._metadata == expected._metadata
+    for name, value in found.items():
+        assert_equal(value, expected[name])
+        assert not value.requires_grad
+    saved = io.BytesIO()
+    torch.save(found, saved)
+    saved.seek(0)
+    other = Net(seed=4)
+    other.load_state_dict(torch.load(saved))
+    assert_equal(other.eval()(x(False)), here(x(False)))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("in_context", [False, True])
+def test_load_state_dict(assign, in_context):
+    here, there = Net(seed=3).eval(), RemoteModule("a", Net).eval()
+    state = here.state_dict(keep_vars=True)
+    if in_context:
+        with autograd.context():
+            result = there.load_state_dict(state, assign=assign)
+    else:
+        result = there.load_state_dict(state, assign=assign)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert_equal(there(x(False)), here(x(False)).detach())
+    assert rpc.rpc_sync("a", are_leaves, args=(there.module_rref,))
+
+
+def are_leaves(rref: RRef[nn.Module]) -> bool:
+    params = list(rref.local_value().parameters())
+    return all(type(p) is nn.Parameter and p.is_leaf and p.requires_grad for p in params)
+
+
+def test_a_state_that_does_not_fit():
+    there = RemoteModule("a", Net)
+    state = there.state_dict()
+    del state["scale"]
+    state["more"] = torch.ones(1)
+    with pytest.raises(RuntimeError, match='(?s)Missing key.*"scale".*|Unexpected key.*"more"'):
+        there.load_state_dict(state)
+    result = there.load_state_dict(state, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["scale"], ["more"])
+    state["scale"] = torch.ones(7)
+    with pytest.raises(RuntimeError, match="(?s)on worker 'a'.*size mismatch for scale"):
+        there.load_state_dict(state, strict=False)
+
+
+def test_state_of_an_older_version():
+    """BatchNorm once had no num_batches_tracked: its version says whether that is missing."""
+    there = RemoteModule("a", nn.BatchNorm1d, (4,))
+    old = nn.BatchNorm1d(4).state_dict()
+    del old["num_batches_tracked"]
+    with pytest.raises(RuntimeError, match="num_batches_tracked"):
+        there.load_state_dict(old)
+    old._metadata[""]["version"] = 1
+    there.load_state_dict(old)
+
+
+# -- next to local layers ----------------------------------------------------------------------------------
+
+
+def chain(remote: bool) -> nn.Sequential:
+    #   driver       a        driver       b
+    #   Linear ──▶  Net  ──▶   Tanh  ──▶  Net
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        first = nn.Linear(4, 4)
+    middle = [RemoteModule("a", Net, (4,)), RemoteModule("b", Net, (4,))] if remote else [Net(4), Net(4)]
+    return nn.Sequential(first, middle[0], nn.Tanh(), middle[1])
+
+
+def test_in_a_sequential():
+    here, there = chain(False).eval(), chain(True).eval()
+    assert not ask(there[1], "training")
+    mine, theirs = x(), x()
+    here(mine).square().sum().backward()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [there(theirs).square().sum()])
+        found = autograd.get_gradients(context_id)
+        assert_equal(found[theirs], mine.grad)
+        for param, expected in zip(there[0].parameters(), here[0].parameters(), strict=True):
+            assert_equal(found[param], expected.grad)
+        for place in (1, 3):
+            its = gradients(context_id, there[place].remote_parameters())
+            for gradient, expected in zip(its, here[place].parameters(), strict=True):
+                assert_equal(gradient, expected.grad)
+
+
+def test_a_sequential_sees_what_it_can():
+    here, there = chain(False), chain(True)
+    assert [name for name, _ in there.named_parameters()] == ["0.weight", "0.bias"]
+    found, expected = there.state_dict(), here.state_dict()
+    assert list(found) == list(expected)
+    assert found._metadata == expected._metadata
+    changed = {name: value + 1 for name, value in expected.items()}
+    there.load_state_dict(changed)
+    for name, value in there.state_dict().items():
+        assert_equal(value, changed[name])
+    del changed["1.scale"]
+    with pytest.raises(RuntimeError, match='Missing key.*"1.scale"'):
+        there.load_state_dict(changed)
+    there.train()
+    assert ask(there[3], "training") and there[3].training
+    assert there.double() is there
+    assert there(x(False).double()).dtype == torch.float64
+    there.apply(fill)
+    assert all(bool((v == 1).all()) for n, v in there.state_dict().items() if n.endswith("first.weight"))
+    assert sum(isinstance(m, RemoteModule) for m in there.modules()) == 2
+
+
+def fill(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.ones_(module.weight)
+
+
+# -- what changes it ---------------------------------------------------------------------------------------
+
+
+def test_train_and_eval():
+    there = RemoteModule("a", Net)
+    assert there.eval() is there
+    assert not there.training and not ask(there, "dropout.training")
+    assert there.train() is there
+    assert there.training and ask(there, "dropout.training")
+    with pytest.raises(ValueError, match="expected to be boolean"):
+        there.train("yes")
+
+
+def test_to():
+    there = RemoteModule("a", Net)
+    assert there.to(torch.float64) is there
+    assert ask(there, "scale").dtype == torch.float64
+    assert ask(there, "norm.num_batches_tracked").dtype == torch.int64
+    assert there.half() is there
+    assert ask(there, "first.weight").dtype == torch.float16
+    there.bfloat16().float()
+    assert ask(there, "first.weight").dtype == torch.float32
+    there.type(torch.float64)
+    assert ask(there, "first.weight").dtype == torch.float64
+    there.to(device="cpu", dtype=torch.float32)
+    there.cpu()
+    assert there.device == "cpu"
+    there.to("meta")
+    assert there.device == "meta"
+    assert ask(there, "scale.is_meta")
+    there.to_empty(device="cpu")
+    assert not ask(there, "scale.is_meta")
+    assert are_leaves_there(there)
+    if not torch.cuda.is_available():
+        with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
+            there.cuda()
+        assert there.device == "cpu"
+    with pytest.raises(TypeError, match="floating point"):
+        there.to(torch.int32)
+
+
+def are_leaves_there(there: RemoteModule) -> bool:
+    return rpc.rpc_sync(there.module_rref.owner(), are_leaves, args=(there.module_rref,))
+
+
+def test_requires_grad():
+    there = RemoteModule("a", Net).eval()
+    assert there.requires_grad_(False) is there
+    assert not ask(there, "scale.requires_grad")
+    with autograd.context() as context_id:
+        theirs = x()
+        autograd.backward(context_id, [there(theirs).sum()])
+        assert theirs in autograd.get_gradients(context_id)
+        assert gradients(context_id, there.remote_parameters()) == [None] * 5
+    there.requires_grad_()
+    assert ask(there, "scale.requires_grad")
+
+
+def test_zero_grad():
+    there = RemoteModule("a", Net).eval()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [there(x()).sum()], into="grad")
+    assert ask(there, "scale.grad") is not None
+    there.zero_grad(set_to_none=False)
+    assert not ask(there, "scale.grad").any()
+    there.zero_grad()
+    assert ask(there, "scale.grad") is None
+
+
+# -- hooks -------------------------------------------------------------------------------------------------
+
+
+def test_hooks_of_the_object_here():
+    here, there = pair()
+    seen: dict[str, list[torch.Tensor]] = {"here": [], "there": []}
+    for name, module in (("here", here), ("there", there)):
+
+        def note(_: Any, grad_input: Any, grad_output: Any, name: str = name) -> Any:
+            seen[name] += [*grad_input, *grad_output]
+            return (grad_input[0] * 2,)
+
+        module.register_forward_pre_hook(lambda _, args: (args[0] * 3,))
+        module.register_forward_hook(lambda _, args, result: result + args[0])
+        module.register_full_backward_hook(note)
+    mine, theirs = x(), x()
+    here(mine).square().sum().backward()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [there(theirs).square().sum()])
+        assert_equal(autograd.get_gradients(context_id)[theirs], mine.grad)
+    assert len(seen["there"]) == 2
+    for found, expected in zip(seen["there"], seen["here"], strict=True):
+        assert_equal(found, expected)
+
+
+def where_from(module: nn.Module, args: Any) -> Any:
+    module.seen = current_worker().name
+    return (args[0] * 3,)
+
+
+def double(_: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+    return (grad_input[0] * 2,)
+
+
+def triple(_: nn.Module, grad_output: Any) -> Any:
+    return (grad_output[0] * 3,)
+
+
+def add_one(_: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+    return result + kwargs["power"]
+
+
+def test_hooks_there():
+    here, there = pair()
+    for hook in (
+        here.register_forward_pre_hook(lambda _, args: (args[0] * 3,)),
+        here.register_forward_hook(add_one, with_kwargs=True),
+        here.register_full_backward_hook(double),
+        here.register_full_backward_pre_hook(triple),
+    ):
+        assert hook is not None
+    hooks = [
+        there.register_remote_forward_pre_hook(where_from),
+        there.register_remote_forward_hook(add_one, with_kwargs=True),
+        there.register_remote_full_backward_hook(double),
+        there.register_remote_full_backward_pre_hook(triple),
+    ]
+    mine, theirs = x(), x()
+    expected = here(mine, power=2)
+    expected.square().sum().backward()
+    with autograd.context() as context_id:
+        found = there(theirs, power=2)
+        autograd.backward(context_id, [found.square().sum()])
+        assert_equal(found.detach(), expected.detach())
+        assert_equal(autograd.get_gradients(context_id)[theirs], mine.grad)
+        del found
+    assert ask(there, "seen") == "a"
+    for hook in hooks:
+        hook.remove()
+        hook.remove()
+    assert_equal(there(x(False), power=2), Net().eval()(x(False), power=2))
+    with there.register_remote_forward_hook(lambda *_: 5):
+        assert there(x(False)) == 5
+    assert there(x(False)) is not None and there(x(False)).shape == (3, 4)
+
+
+# -- it travels --------------------------------------------------------------------------------------------
+
+
+def use(module: RemoteModule, value: torch.Tensor) -> tuple[str, str, Any]:
+    assert isinstance(module, RemoteModule)
+    return module.module_rref.owner_name(), f"{module.on}/{module.device}", module(value)
+
+
+@pytest.mark.parametrize("to", ["driver", "a", "b"])
+def test_it_can_be_sent(to):
+    here, there = pair()
+    there.note = "not sent"
+    owner, where, result = rpc.rpc_sync(to, use, args=(there, x(False)))
+    assert (owner, where) == ("a", "a/cpu")
+    assert_equal(result, here(x(False)).detach())
+    assert rpc.rpc_sync(to, has_no_note, args=([there],))
+    back = rpc.rpc_sync(to, echo, args=(nn.Sequential(nn.Tanh(), there),))
+    assert_equal(back(x(False)), here(x(False).tanh()))
+    assert not back[1].training
+
+
+def has_no_note(modules: list[RemoteModule]) -> bool:
+    return not hasattr(modules[0], "note") and modules[0]._forward_hooks == {}
+
+
+def echo(module: nn.Module) -> nn.Module:
+    return module
+
+
+def test_gradients_through_one_that_was_sent():
+    here, there = pair()
+    mine, theirs = x(), x()
+    here(mine).square().sum().backward()
+    with autograd.context() as context_id:
+        *_, result = rpc.rpc_sync("b", use, args=(there, theirs))
+        autograd.backward(context_id, [result.square().sum()])
+        assert_equal(autograd.get_gradients(context_id)[theirs], mine.grad)
+        del result
+
+
+def test_plain_pickle():
+    there = RemoteModule("a", Net)
+    for save in (pickle.dumps, copy.deepcopy, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(
+            RuntimeError, match="Cannot pickle RemoteModule in python pickler.*when using RPC"
+        ):
+            save(there)
+    other = copy.copy(there.eval())
+    assert other.module_rref is there.module_rref
+    assert_equal(other(x(False)), there(x(False)))
+
+
+def test_from_module():
+    here = Net(seed=5).eval()
+    with autograd.context() as context_id:
+        there = RemoteModule.from_module("a", here)
+        assert are_leaves_there(there)
+        assert not there.training
+        mine, theirs = x(), x()
+        here(mine).square().sum().backward()
+        result = there(theirs).square().sum()
+        autograd.backward(context_id, [result])
+        assert_equal(autograd.get_gradients(context_id)[theirs], mine.grad)
+        for gradient, param in zip(
+            gradients(context_id, there.remote_parameters()), here.parameters(), strict=True
+        ):
+            assert_equal(gradient, param.grad)
+        del result
+    with torch.no_grad():
+        here.scale.zero_()
+    assert there(x(False)).any()
+    for wrong in (there, Net, "Net"):
+        with pytest.raises(TypeError, match="a module of this worker is needed"):
+            RemoteModule.from_module("a", wrong)
+
+
+def test_from_a_handle():
+    here = Net(seed=5).eval()
+    rref = rpc.remote("a", Net, kwargs={"seed": 5})
+    there = RemoteModule.init_from_module_rref("a/cpu", rref).eval()
+    assert_equal(there(x(False)), here(x(False)))
+    again = RemoteModule.init_from_module_rref("b", there.get_module_rref())
+    assert again.on == "a"  # where it is, whatever was said
+    assert_equal(again(x(False)), here(x(False)))
+    with pytest.raises(TypeError, match="an RRef to a module is needed, not a Net"):
+        RemoteModule.init_from_module_rref("a", here)
+
+
+# -- bad input ---------------------------------------------------------------------------------------------
+
+
+def test_wrong_places():
+    with pytest.raises(errors.UnknownWorkerError, match="'nobody'"):
+        RemoteModule("nobody/cpu", nn.Linear, (4, 2))
+    with pytest.raises(errors.UnknownWorkerError):
+        RemoteModule("rank:999", nn.Linear, (4, 2))
+    with pytest.raises(RuntimeError, match=r"device type at start of device string.*'a/foo'"):
+        RemoteModule("a/foo", nn.Linear, (4, 2))
+    with pytest.raises(RuntimeError, match="Device string must not be empty"):
+        RemoteModule("a/", nn.Linear, (4, 2))
+    for wrong in ("", "/", "/cpu", "a/cpu/cpu", "rank:x/cpu", "a:b"):
+        with pytest.raises(ValueError, match=f"Could not parse remote_device: {wrong}. The valid format is"):
+            RemoteModule(wrong, nn.Linear, (4, 2))
+    with pytest.raises(TypeError, match="remote_device is a string"):
+        RemoteModule(3, nn.Linear, (4, 2))
+    if not torch.cuda.is_available():
+        there = RemoteModule("a/cuda:0", nn.Linear, (4, 2))
+        with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
+            there(x(False))
+
+
+def test_wrong_classes():
+    with pytest.raises(TypeError, match="RemoteModule.from_module"):
+        RemoteModule("a", nn.Linear(4, 2))
+    with pytest.raises(TypeError, match="not 'Linear'"):
+        RemoteModule("a", "Linear")
+    there = RemoteModule("a", dict)
+    with pytest.raises(ValueError, match=r"returns an instance of <class nn.Module>, .* of <class 'dict'>"):
+        there.forward()
+    there = RemoteModule("a", nn.Linear, (4,))
+    for use_it in (there, there.state_dict, there.remote_parameters, there.train):
+        with pytest.raises(TypeError, match="out_features"):
+            use_it()
+    assert there.training
+
+
+def test_a_class_that_cannot_be_imported_there(cluster):
+    if not cluster.pids:
+        pytest.skip("workers of one process have the same modules")
+    module = types.ModuleType("only_here")
+    exec("import torch\nclass Layer(torch.nn.Module):\n    pass", vars(module))
+    sys.modules["only_here"] = module
+    try:
+        there = RemoteModule("a", module.Layer)
+        with pytest.raises(Exception, match="only_here"):
+            there()
+        other = RemoteModule.from_module("a", module.Layer())
+        with pytest.raises(Exception, match="only_here"):
+            other()
+    finally:
+        del sys.modules["only_here"]
+
+
+def test_what_it_refuses():
+    there = RemoteModule("a", nn.Linear, (4, 2))
+    for refused in (
+        lambda: there.register_buffer("name", torch.ones(1)),
+        lambda: there.register_parameter("name", nn.Parameter(torch.ones(1))),
+        lambda: there.add_module("name", nn.ReLU()),
+        there.share_memory,
+    ):
+        with pytest.raises(ValueError, match="not supported for RemoteModule: the module is on worker 'a'"):
+            refused()
+
+
+def test_an_error_in_forward():
+    there = RemoteModule("a", nn.Linear, (5, 2))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        there(x(False))
+    assert "on worker 'a'" in str(caught.value.__cause__)
+
+
+def test_a_dead_owner(server):
+    options = telegrad.Options(rpc_timeout=PATIENCE)
+    with telegrad.LocalCluster(["a", "b"], server=server, options=options, driver="boss") as cluster:
+        there = RemoteModule("a", nn.Linear, (4, 2))
+        there(x(False))
+        server.stop([cluster.pids["a"]], 0.0)
+        for use_it in (lambda: there(x(False)), there.state_dict, there.remote_parameters, there.train):
+            with pytest.raises((errors.PeerLostError, errors.UnknownWorkerError), match="'a'"):
+                use_it()
+        with pytest.raises((errors.PeerLostError, errors.UnknownWorkerError), match="'a'"):
+            RemoteModule("a", nn.Linear, (4, 2))(x(False))
+        other = RemoteModule("b", nn.Linear, (4, 2))
+        assert other(x(False)).shape == (3, 2)
