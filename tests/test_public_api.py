@@ -10,7 +10,7 @@ import pytest
 import torch.distributed.rpc as torch_rpc
 
 import telegrad
-from telegrad import autograd, rpc
+from telegrad import autograd, nn, optim, rpc
 
 PUBLIC = {
     "ForkServer",
@@ -46,6 +46,8 @@ PUBLIC_IN_RPC = {
     "rpc_sync",
     "shutdown",
 }
+PUBLIC_IN_OPTIM = {"DistributedOptimizer", "OptimizerError", "clip_grad_norm_"}
+PUBLIC_IN_NN = {"RemoteHook", "RemoteModule"}
 LIKE_TORCHS = ("init_rpc", "rpc_sync", "rpc_async", "remote", "shutdown", "get_worker_info")
 
 SAYS_IT_ALL = {"Worker.new_message_id"}  # a method whose name needs no docstring
@@ -55,7 +57,14 @@ OTHER_DEFAULTS = {("shutdown", "timeout")}  # torch waits for ever; telegrad for
 
 
 @pytest.mark.parametrize(
-    ("module", "names"), [(telegrad, PUBLIC), (rpc, PUBLIC_IN_RPC), (autograd, PUBLIC_IN_AUTOGRAD)]
+    ("module", "names"),
+    [
+        (telegrad, PUBLIC),
+        (rpc, PUBLIC_IN_RPC),
+        (autograd, PUBLIC_IN_AUTOGRAD),
+        (optim, PUBLIC_IN_OPTIM),
+        (nn, PUBLIC_IN_NN),
+    ],
 )
 def test_public_names(module: ModuleType, names: set[str]) -> None:
     assert sorted(module.__all__) == sorted(names)
@@ -95,7 +104,7 @@ def test_async_execution_is_torchs() -> None:
 def documented() -> list[Any]:
     """Each public function and class, and each public method of the classes."""
     found = []
-    for module in (telegrad, rpc, rpc.functions):
+    for module in (telegrad, rpc, rpc.functions, optim, nn):
         for name in getattr(module, "__all__", ["async_execution"]):
             value = getattr(module, name)
             if inspect.isclass(value) or inspect.isfunction(value):
