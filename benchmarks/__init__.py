@@ -9,6 +9,7 @@ suite that `command_line.py` lists), so a new benchmark is one new module. The p
     figures.py        what a suite is made of      backends.py  the two sides      sampling.py  the clock
     calls.py  startup.py  floors.py  memory.py  profiling.py  callee.py            the suite `calls`
     gradients.py  growth.py  planning.py  passes.py  programs.py                   the suite `gradients`
+    training.py  models.py                                                         the suite `training`
     summary.py        medians, ratios, goals
     report.py  tables.py  plot.py  growth_plot.py  machine.py    what is printed and written to results/
 """

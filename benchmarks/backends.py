@@ -1,8 +1,8 @@
 """The two sides of the comparison, behind one small face.
 
 Both have modules with the same names (`init_rpc`, `rpc_sync`, `rpc_async`, `shutdown`; `context`, `backward`,
-`get_gradients`), so a figure is written once, against `backend.rpc` and `backend.autograd`. Only the options of
-`init_rpc` differ. Importing this module imports neither side.
+`get_gradients`; `DistributedOptimizer`), so a figure is written once, against `backend.rpc`, `backend.autograd` and
+`backend.optim`. Only the options of `init_rpc` differ. Importing this module imports neither side.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ class Backend:
     @property
     def autograd(self) -> Any:
         return import_module(f"{self.package}.autograd")
+
+    @property
+    def optim(self) -> Any:
+        return import_module(f"{self.package}.optim")
 
     def join(self, name: str, *, rank: int, world_size: int, transport: str | None) -> None:
         """Make this process the worker `name` of a group that meets at MASTER_ADDR and MASTER_PORT."""

@@ -19,7 +19,7 @@ from benchmarks.runner import Plan, run_suite
 BACKENDS = {"telegrad": (TELEGRAD,), "torch": (TORCH,), "both": (TELEGRAD, TORCH)}
 RESULTS = Path(__file__).parent / "results"
 FULL_ROUNDS = 3
-SUITES = ("calls", "gradients")
+SUITES = ("calls", "gradients", "training")
 
 
 @dataclass(frozen=True)

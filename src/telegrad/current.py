@@ -75,8 +75,8 @@ def current_worker() -> Worker:
         worker = _default if pass_ is None else pass_.worker
     if worker is None:
         raise NotStartedError(
-            "RPC has not been initialized. Call init_rpc first, or work inside `with telegrad.LocalCluster([...])`: there "
-            "is no worker in this process (Current RPC agent is not set! Did you initialize the RPC framework?)"
+            "RPC has not been initialized. Call init_rpc first, or work inside `with telegrad.LocalCluster([...])`: "
+            "no worker in this process (Current RPC agent is not set! Did you initialize the RPC framework?)"
         )
     return worker
 

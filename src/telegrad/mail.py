@@ -92,8 +92,9 @@ class Mail:
     def submit(self, task: Callable[[], None]) -> None:
         self._threads.submit(task)
 
-    def submit_from_finaliser(self, task: Callable[[], None]) -> None:
-        self._threads.submit_from_finaliser(task)
+    def later(self, seconds: float, task: Callable[[], None]) -> Callable[[], None]:
+        """Gives what has a task run so long after it was called. It takes no lock: finalisers call it."""
+        return self._threads.new_timer(seconds, task)
 
     def name_of(self, worker_id: int) -> str:
         return self._peers.name_of(worker_id)

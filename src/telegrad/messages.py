@@ -53,6 +53,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     profiling: Any = None  # what a profiled caller asks of the callee
     creates: int = 0  # of a Call: the value that its result becomes, and stays there
     lent: tuple[Lent, ...] = ()  # the handles in the body
+    dropped: tuple[tuple[int, int], ...] = ()  # as in Drop: any message can carry it
 
 
 class Modes(msgspec.Struct, frozen=True, array_like=True):

@@ -26,7 +26,7 @@ class PendingCall(Waiter):
     """
 
     __slots__ = (
-        "claimed", "connection", "deadline", "depth", "envelope", "frames", "function", "future", "id",
+        "caller_waits", "claimed", "connection", "deadline", "depth", "envelope", "frames", "function", "future", "id",
         "make_error", "nbytes", "peer", "reading", "timeout", "window",
     )  # fmt: skip
 
@@ -45,6 +45,7 @@ class PendingCall(Waiter):
         self.envelope: Envelope | None = None
         self.frames: Frames | None = None
         self.make_error: Callable[[], BaseException] | None = None  # anew for everyone who asks
+        self.caller_waits = True  # by this thread, at once
         self.claimed = False  # the answer was read, and is being handed on
         self.reading = False  # its caller holds the connection's reading since before it was written
 

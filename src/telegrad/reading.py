@@ -143,7 +143,7 @@ class Reader:
                 call = deadline = task = None
                 if envelope.autograd is not None:
                     self._merge(envelope, connection)
-                if envelope.lent or envelope.creates:
+                if envelope.lent or envelope.creates or envelope.dropped:
                     frames = frames._replace(keep=self._arrive(envelope, connection.peer.id))
                 if envelope.kind == Kind.CALL:
                     if envelope.timeout is not None:

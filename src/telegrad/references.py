@@ -31,7 +31,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import msgspec
-import torch
 
 from . import current
 from .errors import (
@@ -44,11 +43,14 @@ from .errors import (
     text_of,
 )
 from .events import logger
+from .futures import Future
 from .messages import Drop, Envelope, Hold, Kind, Lent, Return, sender_of
+from .pending import PendingCall
 from .waiter import Waiter
 
 Task = Callable[[], None]
 _TOMBSTONES = 10_000
+_SOON = 2e-3  # seconds after which the owner hears that a handle has died, if no message went there meanwhile
 
 
 class Owned:
@@ -80,7 +82,7 @@ class Held:
         self.handles = 0  # here, on loan, and messages on their way to be decoded
         self.credits = 0  # to be given back
         self.confirmed = False  # the owner keeps it for us
-        self.creation: Any = None  # the future of the call that creates it, at the worker that made that
+        self.creation: PendingCall | None = None  # what creates it, at the worker that called for that
 
 
 Entry = Owned | Held
@@ -91,7 +93,7 @@ class Host(Protocol):
 
     def post(self, to: int, envelope: Envelope, body: Any, timeout: float | None, context: None) -> None: ...
     def submit(self, task: Task) -> None: ...
-    def submit_from_finaliser(self, task: Task) -> None: ...
+    def later(self, seconds: float, task: Task) -> Task: ...
     def new_message_id(self) -> int: ...
     def name_of(self, worker_id: int) -> str: ...
 
@@ -111,9 +113,9 @@ class Arrival:
 
 
 class References:
-    """Of one worker. `host` is set before the first message comes."""
+    """Of one worker."""
 
-    host: Host
+    host: Host  # given to `start`
 
     def __init__(self, worker_id: int, name: str) -> None:
         self._id = worker_id
@@ -126,9 +128,16 @@ class References:
         self._loans: dict[int, tuple[Held, int]] = {}  # by number: what was lent, and to whom
         self._gone: OrderedDict[int, None] = OrderedDict()  # tombstones of values
         self._lost: set[int] = set()  # workers
+        self._back: dict[int, list[tuple[int, int]]] = {}  # by owner: (value, credits) that are to go back
         # Written by finalisers, which must not lock:
         self._let_go: deque[Entry] = deque()  # each once for a handle that has died
         self._clearing = False
+        self._clear_soon: Task | None = None
+
+    def start(self, host: Host) -> None:
+        """Before the first message comes."""
+        self.host = host
+        self._clear_soon = host.later(_SOON, self._clear)
 
     def statistics(self) -> dict[str, int]:
         with self._lock:
@@ -197,24 +206,32 @@ class References:
     def let_go(self, entry: Entry) -> None:
         """A handle has died. From finalisers: on any thread, under any lock."""
         self._let_go.append(entry)
-        if not self._clearing:
+        if not self._clearing and self._clear_soon is not None:
             self._clearing = True
-            self.host.submit_from_finaliser(self._clear)
+            self._clear_soon()
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether handles have died of which others may have to hear."""
+        return bool(self._let_go or self._back)
 
     def _clear(self) -> None:
         self._clearing = False
-        back: dict[int, list[tuple[int, int]]] = {}
         dead: list[Owned] = []
         with self._lock:
-            while self._let_go:
-                entry = self._let_go.popleft()
-                entry.handles -= 1
-                if isinstance(entry, Owned):
-                    dead += self._unused_locked(entry)
-                elif entry.handles == 0 and self._held.pop(entry.id, None) is not None:
-                    back.setdefault(entry.owner, []).append((entry.id, entry.credits))
+            self._count_locked(dead)
+            back, self._back = self._back, {}
         for owner, credits in back.items():
             self._tell(owner, Kind.DROP, Drop(tuple(credits)))
+
+    def _count_locked(self, dead: list[Owned]) -> None:
+        while self._let_go:
+            entry = self._let_go.popleft()
+            entry.handles -= 1
+            if isinstance(entry, Owned):
+                dead += self._unused_locked(entry)
+            elif entry.handles == 0 and self._held.pop(entry.id, None) is not None:
+                self._back.setdefault(entry.owner, []).append((entry.id, entry.credits))
 
     def let_all_go(self) -> None:
         """As if all handles here had died. Those that are still there refer to nothing any more."""
@@ -288,7 +305,7 @@ class References:
         entry = self._find(id)
         if entry.is_set:
             return _result(entry)
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        future = Future(_wait_no_more, logger.debug)
         if not self._call_when_set(entry, partial(_complete, future, entry)):
             return _result(entry)
         return future
@@ -325,9 +342,12 @@ class References:
     # -- handles in messages ---------------------------------------------------------------------------
 
     def outgoing(self, envelope: Envelope, entries: Iterable[Entry], to: int) -> Envelope:
-        """The envelope with what the message lends: each of these, once."""
+        """The envelope with what the message lends, each of these once; and what is to go back there."""
         lent = []
+        dead: list[Owned] = []
         with self._lock:
+            self._count_locked(dead)
+            back = self._back.pop(to, ())
             for entry in {entry.id: entry for entry in entries}.values():
                 loan = 0
                 if isinstance(entry, Owned):
@@ -337,10 +357,17 @@ class References:
                     entry.handles += 1
                     self._loans[loan] = (entry, to)
                 lent.append(Lent(entry.id, entry.owner, loan))
-        return msgspec.structs.replace(envelope, lent=tuple(lent))
+        if dead:
+            self.host.submit(dead.clear)  # the end of a value may run users' code
+        return msgspec.structs.replace(envelope, lent=tuple(lent), dropped=tuple(back))
 
     def not_written(self, envelope: Envelope, to: int) -> None:
         """The message was not sent."""
+        if envelope.dropped:
+            with self._lock:
+                self._back.setdefault(to, []).extend(envelope.dropped)
+            if self._clear_soon is not None:
+                self._clear_soon()
         for lent in envelope.lent:
             if lent.owner == self._id:
                 self._return_credits(to, [(lent.rref, 1)])
@@ -348,9 +375,11 @@ class References:
                 self._on_return(lent.loan)
 
     def incoming(self, envelope: Envelope, sender: int) -> Arrival:
-        """Counts what a message creates and lends. While reading: it never blocks, and runs no user code."""
+        """Counts what a message creates, lends and gives back. While reading: never blocks, and runs no user code."""
         arrived: list[Entry] = []
         holds: list[tuple[Held, Hold]] = []
+        if envelope.dropped and (task := self._return_credits(sender, envelope.dropped)) is not None:
+            self.host.submit(task)
         with self._lock:
             if envelope.creates:
                 created = self._owned.get(envelope.creates) or self._expect_locked(envelope.creates)
@@ -473,7 +502,7 @@ def _holders(entry: Owned) -> dict[int, int]:
 
 
 def _is_being_created(held: Held) -> bool:
-    return held.creation is not None and not held.creation.done()
+    return held.creation is not None and not held.creation.done
 
 
 def _result(entry: Owned) -> Any:
@@ -500,8 +529,12 @@ def _without_frames(error: BaseException, worker: str) -> Callable[[], BaseExcep
     return make
 
 
-def _complete(future: torch.futures.Future[Any], entry: Owned) -> None:
+def _wait_no_more(call: PendingCall, timeout: float | None) -> None:
+    """Nobody can help: it is completed by whoever creates the value."""
+
+
+def _complete(future: Future, entry: Owned) -> None:
     if entry.error is not None:
-        future.set_exception(entry.error())
+        future.fail(entry.error, f"the creation of value {entry.id}")
     else:
         future.set_result(entry.value)

@@ -93,7 +93,7 @@ class RRef(Handle, Generic[T]):
         entry = self.entry
         if isinstance(entry, Owned):
             return True
-        return entry.confirmed or (entry.creation is not None and entry.creation.done())
+        return entry.confirmed or (entry.creation is not None and entry.creation.done)
 
     # -- the value -------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class RRef(Handle, Generic[T]):
             )
         if entry.creation is None:
             raise RuntimeError(f"{self} was not made by remote() on this worker")
-        return entry.creation  # type: ignore[no-any-return]
+        return self._worker.creation_of(entry)
 
     def _limit(self, timeout: float) -> float | None:
         serving = current.current_serving()
@@ -186,17 +186,17 @@ class RRef(Handle, Generic[T]):
     def _check_creation(self) -> None:
         """Raises if it is known already that the value was not created."""
         creation = getattr(self.entry, "creation", None)
-        if creation is None or not creation.done():
+        if creation is None or creation.make_error is None:
             return
-        try:
-            creation.wait()
-        except CallTimeoutError as error:
+        error = creation.make_error()
+        if isinstance(error, CallTimeoutError):
             raise CallTimeoutError(
                 f"RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does "
                 f"not exist: {error}"
             ) from error
-        except PeerLostError as error:
+        if isinstance(error, PeerLostError):
             raise PeerLostError(f"the owner of {self} is gone: {error}") from error
+        raise error
 
 
 class _Methods:

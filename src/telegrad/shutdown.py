@@ -70,6 +70,10 @@ class Retirement:
             )
 
     def _missing(self, barrier: str) -> list[int]:
-        """The ranks that have not arrived."""
+        """The ranks that have not arrived, and may still come."""
         ranks = range(self.group.world_size or 0)
-        return [r for r in ranks if not self.group.arrived(barrier, r) and not self.is_lost(r)]
+        return [r for r in ranks if not self.group.arrived(barrier, r) and not self._has_left(r)]
+
+    def _has_left(self, rank: int) -> bool:
+        """Whether it has died, or ended without waiting for the others."""
+        return self.is_lost(rank) or self.group.arrived("gone", rank)

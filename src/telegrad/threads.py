@@ -57,6 +57,11 @@ class Threads:
         self._tasks.append(task)
         self._poller.wake()
 
+    def new_timer(self, seconds: float, task: Task) -> Task:
+        """What has a task run on one of the threads so long after it was called, and takes no lock. With no thread
+        running, the task waits for the next one."""
+        return self._poller.new_timer(seconds, task)
+
     @property
     def count(self) -> int:
         return len(self._threads)

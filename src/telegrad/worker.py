@@ -126,7 +126,8 @@ class Worker:
             transports.append(TcpTransport(self._poller, options))
         self._peers = Peers(hello, member.host, group, transports, options, self._reader.adopt)
         mail = Mail(self, self._codec, self._peers, self._reader, self._threads)
-        self.engine.host = self.references.host = mail
+        self.engine.host = mail
+        self.references.start(mail)
         self._codec.handle = lambda id, owner: (self, self.references.take(id, owner))
         self._self_ends = loopback(hello, self._threads.submit, options)
         self._peers.know_self(member, self._self_ends[0])
@@ -210,7 +211,7 @@ class Worker:
             if context is not None:
                 to = connection.peer.id
                 envelope = self.attach.outgoing(context, envelope, packed.tracked, connection, to)
-            if packed.handles:
+            if packed.handles or self.references.unsettled:
                 entries = [handle.entry for handle in packed.handles]
                 envelope = self.references.outgoing(envelope, entries, connection.peer.id)
             frames = self._codec.seal(envelope, packed)
@@ -222,7 +223,7 @@ class Worker:
         except BaseException as error:
             if context is not None:
                 self.attach.not_written(envelope)
-            if envelope.lent:
+            if envelope.lent or envelope.dropped:
                 self.references.not_written(envelope, connection.peer.id)
             if self.events.subscribers:
                 self._emit("send", "failed", envelope, connection, detail=repr(error))
@@ -335,16 +336,31 @@ class Worker:
         """Like `call_async`, but the result stays there. What is returned counts as a handle to it."""
         self._check_open()
         entry = self.references.new(self._peers.find(to).member.id)
-        future = Future(self._reader.wait_for, self._log_later)
         try:
-            call = self._start_call(entry.owner, function, args, kwargs, timeout, future, creates=entry.id)
+            call = self._start_call(entry.owner, function, args, kwargs, timeout, None, creates=entry.id)
         except BaseException:
             self.references.forget(entry)
             raise
         self._pending.watch(call)
         if isinstance(entry, Held):
-            entry.creation = future
+            entry.creation = call
         return entry
+
+    def creation_of(self, entry: Held) -> Future:
+        """The future of a value's creation: done when that is known."""
+        future = Future(self._reader.wait_for, self._log_later)
+        call = future.call = entry.creation
+        assert call is not None
+
+        def complete() -> None:
+            self._reader.wait_for(call, None)
+            if call.make_error is not None:
+                future.fail(call.make_error, f"the creation of a value on worker {call.peer!r}")
+            else:
+                future.set_result(None)
+
+        self._threads.submit(complete)
+        return future
 
     def _start_call(
         self,
@@ -366,6 +382,7 @@ class Worker:
         name = getattr(function, "__qualname__", None) or repr(function)
         call = PendingCall(self.new_message_id(), name, peer.member.name, limit, depth)
         call.future = future
+        call.caller_waits = future is None and not creates
         if future is not None:
             future.call = call
         call.connection = connection
@@ -407,7 +424,7 @@ class Worker:
         if not window.enter(nbytes, call.depth, call.timeout):
             raise TimeoutError(f"{window.bytes_in_flight()} bytes of calls to it are unanswered")
         call.nbytes = nbytes
-        if call.future is None and nbytes < SHARED_MEMORY_FROM:
+        if call.caller_waits and nbytes < SHARED_MEMORY_FROM:
             # The answer may be here before the write returns: be the one who reads it.
             if connection.reading.acquire(blocking=False):
                 call.reading = True

@@ -85,6 +85,19 @@ class Poller:
         whole, nanoseconds = divmod(max(1, int(seconds * 1e9)), 10**9)  # 0 would mean never
         _libc.timerfd_settime(self._timer_fd, 0, _TimerSpec(0, 0, whole, nanoseconds), None)
 
+    def new_timer(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
+        """What has the callback called, on one of the threads, so long after it was called."""
+        fd = self._own(_timerfd())
+        self._callbacks[fd] = callback
+        whole, nanoseconds = divmod(int(seconds * 1e9), 10**9)
+        spec = _TimerSpec(0, 0, whole, nanoseconds)
+
+        def start() -> None:
+            if self._wake_fd >= 0:  # else it is gone
+                _libc.timerfd_settime(fd, 0, spec, None)
+
+        return start
+
     def _on_timer(self) -> None:
         self.on_timer()
 
