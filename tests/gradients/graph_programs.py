@@ -98,7 +98,7 @@ class Module:
     input: int
 
     def run(self, frame: Frame) -> None:
-        frame.values.append(frame.place.modules[self.leaf](frame.values[self.input]))
+        frame.values.append(frame.place.modules[self.leaf](_no_leaf(frame.values[self.input])))
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,13 @@ def _as(gradient: Tensor, of: Tensor) -> Tensor:
 
 
 def _custom(style: str) -> Callable[..., Any]:
-    return lambda place, number, x, y: Custom.apply(place, number, style, x, y)
+    return lambda place, number, x, y: Custom.apply(place, number, style, _no_leaf(x), _no_leaf(y))
+
+
+def _no_leaf(x: Tensor) -> Tensor:
+    """torch deadlocks where two threads use a leaf for the first time, and one of them in a Function of Python's: see
+    Note [leaves and threads] in nodes.py."""
+    return x.view_as(x) if x.is_leaf and x.requires_grad else x
 
 
 ROW_NUMBERS = torch.tensor([0, 2, 2])

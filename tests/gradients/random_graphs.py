@@ -216,6 +216,8 @@ class Party:
             self._on_the_way += sent
 
     def _collect(self, wire: RemoteWire, places: list[Place], outcome: Outcome) -> None:
+        if outcome.error is not None:
+            self._wait_for_passes()  # others may still be in a hook, with the leaf's `.grad` set aside
         for place in places:
             number_of = {id(leaf): number for number, leaf in place.leaves.items()}
             for i, context in enumerate(wire.contexts):
@@ -226,6 +228,12 @@ class Party:
             if outcome.error is None:
                 outcome.retained |= {n: tensor.grad for n, tensor in place.retained.items()}
                 outcome.seen |= place.seen
+
+    def _wait_for_passes(self, within: float = 5.0) -> None:
+        deadline = time.monotonic() + within
+        while any(worker.engine.busy for worker in self._workers):
+            assert time.monotonic() < deadline, "a failed pass still runs"
+            time.sleep(1e-4)
 
     def check_nothing_is_left(self, within: float = 5.0, *, messages: bool = True) -> None:
         """After the contexts have ended, everywhere. What was sent has been received, once.
@@ -338,7 +346,13 @@ def check_graph(party: Party, program: Program, seed: int = 0, traits: Counter[s
         AssertionError: it says what differs, and in which program.
     """
     try:
-        compare(run_locally(program, traits=traits), party.run(program, seed))
+        try:
+            expected = run_locally(program, traits=traits)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            return  # a graph that torch cannot differentiate either: one of some 50,000
+        compare(expected, party.run(program, seed))
     except Exception as error:
         error.add_note(f"seed {seed}: {program}")
         raise

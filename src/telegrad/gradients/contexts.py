@@ -20,7 +20,7 @@ from ..messages import Entry, sender_of
 from .leaves import GradientTable
 from .local_graph import NOTHING, Edge, Graph, Node
 from .log import Log
-from .nodes import make_send
+from .nodes import alias_of, make_send
 
 _TOMBSTONES = 100_000
 
@@ -33,7 +33,7 @@ class Sent:
     """
 
     __slots__ = (
-        "_edge", "count", "device", "dtype", "graph", "id", "is_leaf", "message", "place", "reach", "shape",
+        "_alias", "_edge", "count", "device", "dtype", "graph", "id", "is_leaf", "message", "place", "reach", "shape",
         "stand_in", "to",
     )  # fmt: skip
 
@@ -51,13 +51,14 @@ class Sent:
         self.is_leaf = node is None
         self._edge: Edge | None = None if node is None else (node, tensor.output_nr)
         self.stand_in = tensor if node is None else make_send(id, tensor)
+        self._alias = alias_of(tensor) if node is None else None  # see Note [leaves and threads]
         self.reach = NOTHING if self._edge is None else graph.walk((self._edge,))
 
     @property
     def edge(self) -> Edge:
         if self._edge is None:
-            # torch's get_gradient_edge() makes a view of the leaf, which a sparse one cannot.
-            self._edge = make_send(self.id, self.stand_in).grad_fn.next_functions[0]  # type: ignore[union-attr]
+            behind: Any = make_send(self.id, self.stand_in) if self._alias is None else self._alias
+            self._edge = behind.grad_fn.next_functions[0]
         return self._edge
 
 
