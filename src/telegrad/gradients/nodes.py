@@ -186,8 +186,19 @@ class Wait(torch.autograd.Function):
 
 # In graphs, profiles and anomaly mode these have the names that torch's own nodes have. A Wait stands for all that was
 # sent in a message, as torch's send function does.
-Recv._backward_cls.__name__ = "torch::distributed::autograd::RecvRpcBackward"
+_recv_node: Any = Recv._backward_cls
+_recv_node.__name__ = "torch::distributed::autograd::RecvRpcBackward"
 Wait._backward_cls.__name__ = "torch::distributed::autograd::SendRpcBackward"
+
+
+def _is_of_same_message(one: Any, other: Any) -> bool:
+    return one is other or (type(other) is type(one) and one.message == other.message)
+
+
+# torch has one node for all that was received in a message, and programs compare nodes with ==. Sets and dictionaries
+# tell ours apart: they ask the hash first, and that is each one's own.
+_recv_node.__eq__ = _is_of_same_message
+_recv_node.__hash__ = object.__hash__
 
 # torch's Function.apply, without what it does for transforms (vmap and the like) that none of these nodes meets.
 _apply = torch._C._FunctionBase.__dict__["apply"].__get__
@@ -214,6 +225,21 @@ def make_send(id: int, tensor: torch.Tensor) -> torch.Tensor:
     if node._sequence_nr() == 0:
         node._set_sequence_nr(1)  # see Note [why a Wait has sequence number 0]
     return token
+
+
+# Note [leaves and threads]
+# torch makes a leaf's AccumulateGrad when an operation first needs it, under a lock of the leaf, and needs the
+# interpreter lock in it (2.10 to 2.13 at least). Function.apply waits for the leaf's lock while it holds the
+# interpreter lock: a deadlock, if two threads come to a leaf at the same time. Plain operations let the interpreter
+# lock go first. So for a leaf that is to go into a Wait, one of these makes the node, and keeps it.
+def alias_of(leaf: torch.Tensor) -> torch.Tensor | None:
+    """A view of a leaf, whose history keeps the leaf's own node; None of a sparse one, which has no views."""
+    if leaf.layout is not torch.strided:
+        return None
+    if torch.is_grad_enabled() and type(leaf) is torch.Tensor and not torch.is_inference_mode_enabled():
+        return leaf.view_as(leaf)
+    with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        return leaf.view_as(leaf)
 
 
 def make_recvs(
