@@ -89,9 +89,7 @@ def main() -> None:
             optimizer.step()
         after = meta_backward(weights, unseen)
 
-    print(
-        f"loss on new tasks, after one inner step on ten points: {before:.3f} untrained, {after:.3f} trained"
-    )
+    print(f"loss on new tasks after one inner step: {before:.3f} before meta-training, {after:.3f} after it")
     if worst > 1e-5 or after > 0.8 * before:
         sys.exit("it did not learn")
 

@@ -4,7 +4,7 @@ What you learn here: each trainer has a context of its own for each step, so pas
 It pulls the weights, and the backward pass pushes the gradients: weights that came from the server are part of the
 graph. `rpc.RRef(progress)` is a handle by which the trainers move the progress bars in this process.
 
-    python examples/parameter_server.py --steps 100
+    python examples/parameter_server.py --steps 150
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def loss_of(weights: dict[str, Tensor]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=300, help="how many steps each trainer takes")
+    parser.add_argument("--steps", type=int, default=150, help="how many steps each trainer takes")
     steps = parser.parse_args().steps
 
     with telegrad.LocalCluster(["server", *TRAINERS]), Progress() as progress:

@@ -72,7 +72,6 @@ def main() -> None:
     parts = [model[:2], model[2:4], model[4:]]
     local_optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
-
     with telegrad.LocalCluster(NAMES):
         stages = [rpc.remote(name, Stage, args=(part,)) for name, part in zip(NAMES, parts, strict=True)]
         queues = [rpc.RRef(SimpleQueue()), *[rpc.remote(name, SimpleQueue) for name in NAMES]]
@@ -89,7 +88,6 @@ def main() -> None:
             local_loss.backward()
             local_optimizer.step()
         rows = {name: stage.rpc_sync().bars() for name, stage in zip(NAMES, stages, strict=True)}
-
     draw(rows, options.out)
     print(f"{options.out}: the last step, with {stages_busy(rows):.1f} of 3 stages busy on average")
     print(f"loss: {losses[0]:.4f} at first, {losses[-1]:.4f} at last; in one process: {local_loss:.4f}")
