@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import select
 import signal
@@ -173,6 +174,9 @@ def serve(fd: int, owner: int) -> None:
     wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    # What is here now stays: the children's collectors need not look at it, and memory that they don't touch is shared.
+    gc.collect()
+    gc.freeze()
     children: dict[int, float] = {}  # pid -> when to kill it
     poll = select.poll()
     for watched in (fd, owner_fd, wake_read):
