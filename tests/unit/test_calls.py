@@ -163,7 +163,7 @@ def test_async_execution_frees_the_thread(cluster):
 
 
 def test_async_execution_must_return_a_future(cluster):
-    with pytest.raises(TypeError, match=r"must return a torch\.futures\.Future"):
+    with pytest.raises(RuntimeError, match=r"must return a torch\.futures\.Future"):
         rpc.rpc_sync("a", not_a_future)
     with pytest.raises(KeyError, match="later"):
         rpc.rpc_sync("a", fails_later)

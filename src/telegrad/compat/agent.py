@@ -10,30 +10,31 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed.rpc.api as torch_api
 
 from .. import autograd, messages
 from ..config import Options
-from ..current import current_worker, default_worker, set_default_worker
+from ..current import current_worker, set_default_worker
 from ..errors import NotStartedError, RendezvousError
 from ..rendezvous import Group, poll_until
 from ..worker import Worker
 
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 _LONGEST_NAME = 128
-_LAST_DROPS = 5.0  # seconds; what others gave back before they came to the end may still be on its way
+_LAST_DROPS = 1.0  # seconds; what others gave back before they came to the end may still be on its way
 
 
 class Agent:
     """A worker, as torch's RpcAgent."""
 
-    def __init__(self, worker: Worker, store: Any, torch_options: Any) -> None:
+    def __init__(self, worker: Worker, torch_options: Any) -> None:
         self.worker = worker
-        self.store = store
         self._torch_options = torch_options
         self._meetings = 0
+        self.leaks: dict[int, list[str]] = {}  # at the end: values that others still have RRefs to
         self.measures_gil = False
 
     @property
@@ -59,7 +60,7 @@ class Agent:
         }
         if self.measures_gil:
             info["agent.gil_average_wait_time_us"] = (
-                0  # not measured: a call here never waits for another's GIL
+                0  # a worker's threads take the GIL once, not for each call
             )
         return {key: str(value) for key, value in info.items()}
 
@@ -69,6 +70,11 @@ class Agent:
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         """Waits for the work in flight, everywhere."""
         self.worker.retire(timeout)
+        if not torch_api._ignore_rref_leak and self.is_static_group:
+            kept = self.worker.references.kept_for_others
+            if not poll_until(lambda: not kept(), _LAST_DROPS):
+                self.leaks = kept()
+            self.worker.meet("references_checked", 2 * _LAST_DROPS)  # whoever leaves has no RRefs any more
 
     def sync(self) -> None:
         """Nothing waits to be sent: a call is written before it returns."""
@@ -112,7 +118,8 @@ class WorkerInfo(metaclass=_CheckedName):
 
 # -- what stands in the places of torch's C++ functions ---------------------------------------------------
 
-_agent: Agent | None = None  # of the default worker
+_agents: WeakKeyDictionary[Worker, Agent] = WeakKeyDictionary()
+_torch_options: Any = None  # of the default worker
 
 
 def start_with(options: Options) -> Callable[..., Agent]:
@@ -121,33 +128,34 @@ def start_with(options: Options) -> Callable[..., Agent]:
     def start(store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any) -> Agent:
         from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
-        global _agent
+        global _torch_options
         if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
             raise TypeError(
                 f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}"
             )
         _check_name(name)
+        _torch_options = rpc_backend_options
         timeout = float(rpc_backend_options.rpc_timeout)
         group = Group(store, world_size or None, options.init_timeout)
         worker = Worker.start(name, group, replace(options, rpc_timeout=timeout), rank=rank)
         set_default_worker(worker)
-        _agent = Agent(worker, store, rpc_backend_options)
-        return _agent
+        return get_agent()
 
     return start
 
 
 def is_set() -> bool:
-    return default_worker() is not None
+    try:
+        current_worker()
+    except NotStartedError:
+        return False
+    return True
 
 
 def get_agent() -> Agent:
+    """Of the current worker. One that is still starting up may serve calls already, which ask for it."""
     worker = current_worker()
-    if _agent is None or worker is not _agent.worker:
-        raise NotStartedError(
-            f"worker {worker.name!r} was not started by torch.distributed.rpc.init_rpc(); use telegrad.rpc for it"
-        )
-    return _agent
+    return _agents.setdefault(worker, Agent(worker, _torch_options))
 
 
 def set_agent(agent: Any) -> None:
@@ -158,8 +166,6 @@ def set_agent(agent: Any) -> None:
 
 
 def reset_agent() -> None:
-    global _agent
-    _agent = None
     set_default_worker(None)
 
 
@@ -189,12 +195,11 @@ def delete_all_handles(timeout: float = 0) -> None:
 
 def destroy_references(ignore_leaks: bool) -> list[str]:
     """At the end of a worker. Raises if others still have RRefs to its values and that is not to be ignored."""
-    references = current_worker().references
-    if not ignore_leaks and not poll_until(lambda: not references.kept_for_others(), _LAST_DROPS):
-        kept = references.kept_for_others()
+    leaks = get_agent().leaks
+    if leaks and not ignore_leaks:
         raise RuntimeError(
             "Leaking RRefs detected during shutdown: these values have RRefs on other workers:\n"
-            + "\n".join(f"Leaking RRef {id} with holders {holders}" for id, holders in kept.items())
+            + "\n".join(f"Leaking RRef {id} with holders {holders}" for id, holders in leaks.items())
         )
     return []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 import torch.distributed.rpc.api as torch_api
 from torch.distributed.rpc.internal import RPCExecMode, _build_rpc_profiling_key
 
-from .. import rpc
+from .. import autograd, rpc
 from ..current import current_worker
+from ..errors import CallTimeoutError, GradientError, PeerLostError
 from ..rref import RRef
 
 UNSET_TIMEOUT = rpc.UNSET_TIMEOUT
@@ -46,12 +48,47 @@ def rpc_async(
     future: torch.futures.Future[Any]
     if _is_profiled():
         with _span(RPCExecMode.ASYNC, func, to) as span:
-            future = span._call_end_callbacks_on_future(rpc.rpc_async(to, func, args, kwargs, timeout))
+            future = span._call_end_callbacks_on_future(_start(to, func, args, kwargs, timeout))
     else:
-        future = rpc.rpc_async(to, func, args, kwargs, timeout)
+        future = _start(to, func, args, kwargs, timeout)
     if hasattr(torch_api._thread_local_var, "future_list"):
         torch_api._thread_local_var.future_list.append(future)
     return future
+
+
+def _start(
+    to: Any, func: Any, args: Sequence[Any] | None, kwargs: dict[str, Any] | None, timeout: float
+) -> torch.futures.Future[Any]:
+    """A worker that cannot be reached is found out by whoever waits for the answer, as with torch."""
+    try:
+        return rpc.rpc_async(to, func, args, kwargs, timeout)
+    except (PeerLostError, CallTimeoutError) as error:
+        failed: torch.futures.Future[Any] = torch.futures.Future()
+        failed.set_exception(error.with_traceback(None))
+        return failed
+
+
+def wait_all(futures: list[torch.futures.Future[Any]]) -> list[Any]:
+    """torch.futures.wait_all, which ends with the first future that failed. torch's own sees that only of futures
+    that were failed in C++."""
+    left = list(futures)
+    may_go_on = threading.Event()
+    failed: list[torch.futures.Future[Any]] = []
+
+    def on_done(future: torch.futures.Future[Any]) -> None:
+        try:
+            future.value()
+        except BaseException:
+            failed.append(future)
+        left.pop()
+        if failed or not left:
+            may_go_on.set()
+
+    for future in futures:
+        future.add_done_callback(on_done)
+    if futures:
+        may_go_on.wait()
+    return [future.wait() for future in (*failed, *futures)][len(failed) :]
 
 
 def remote(
@@ -66,6 +103,17 @@ def remote(
         with _span(RPCExecMode.REMOTE, func, to):
             return rpc.remote(to, func, args, kwargs, timeout)
     return rpc.remote(to, func, args, kwargs, timeout)
+
+
+def backward(
+    context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False, **more: Any
+) -> None:
+    """See telegrad.autograd.backward. As with torch, a root must be the result of something."""
+    with torch.autograd.profiler.record_function("torch::distributed::autograd::backward"):
+        for root in roots or ():
+            if root.requires_grad and root.numel() == 1 and root.grad_fn is None:
+                raise GradientError("root does not have a valid gradient function.")
+        autograd.backward(context_id, roots, retain_graph, **more)
 
 
 def _is_profiled() -> bool:

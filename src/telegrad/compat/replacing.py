@@ -85,8 +85,10 @@ def _replacements() -> Iterator[tuple[types.ModuleType, dict[str, Any]]]:
     for module in (_C, torch.distributed.rpc, torch.distributed.rpc.api):
         yield module, {name: new for name, new in _RPC.items() if hasattr(module, name)}
     for module in (torch._C._distributed_autograd, torch.distributed.autograd):
-        yield module, {name: getattr(autograd, name) for name in _AUTOGRAD if hasattr(module, name)}
+        yield module, {name: getattr(autograd, name) for name in _AUTOGRAD}
+        yield module, {"backward": calls.backward}
     yield torch.distributed.autograd, {"context": autograd.context}
+    yield torch.futures, {"wait_all": calls.wait_all}
     for name, own_module, modules in _CLASSES:
         try:
             found = getattr(importlib.import_module(own_module, __package__), name)
@@ -184,7 +186,7 @@ _RPC: dict[str, Any] = {
 
 _AUTOGRAD = (
     "DistAutogradContext", "_current_context", "_get_debug_info", "_get_max_id", "_init", "_is_valid_context",
-    "_new_context", "_release_context", "_retrieve_context", "backward", "get_gradients",
+    "_new_context", "_release_context", "_retrieve_context", "get_gradients",
 )  # fmt: skip
 
 # name, telegrad's module, torch's modules
