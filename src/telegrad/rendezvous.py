@@ -1,6 +1,7 @@
 """How workers find each other: one of torch's stores, and what a group keeps in it.
 
     group                a random name; connections between different groups are refused
+    size                 how many workers it has
     ids                  a counter: the next worker id
     name/<name>          the id of the worker that has the name
     rank/<rank>          the id of the worker that has the rank (groups of a fixed size)
@@ -173,6 +174,12 @@ class Group:
         self._lock = threading.Lock()  # one request at a time: stores are not all safe with threads
         mine = uuid.uuid4().hex
         self.name = self._compare_set("group", "", mine)
+        size = "no fixed size" if world_size is None else f"{world_size} workers"
+        if (agreed := self._compare_set("size", "", size)) != size:
+            raise RendezvousError(
+                "RPC group mixes statically and dynamically initialized members which is not supported. Or it mixes "
+                f"sizes: it has {agreed}, and this worker is to join a group of {size}; give all the same world_size"
+            )
 
     def _ask(self, request: Callable[[], Any]) -> Any:
         try:

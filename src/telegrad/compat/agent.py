@@ -18,7 +18,7 @@ import torch.distributed.rpc.api as torch_api
 from .. import autograd, messages
 from ..config import Options
 from ..current import current_worker, set_default_worker
-from ..errors import NotStartedError, RendezvousError
+from ..errors import NotStartedError, RendezvousError, UnknownWorkerError
 from ..rendezvous import Group, poll_until
 from ..worker import Worker
 
@@ -37,12 +37,14 @@ class Agent:
         self.leaks: dict[int, list[str]] = {}  # at the end: values that others still have RRefs to
         self.measures_gil = False
 
-    @property
-    def is_static_group(self) -> bool:
-        return self.worker.group.world_size is not None
+    # What torch's shutdown() asks. Groups of any kind end in the same way here: it need tell nobody who leaves.
+    is_static_group = True
 
     def get_worker_info(self, worker: str | int | None = None) -> messages.WorkerInfo:
-        return self.worker.info(worker)
+        try:
+            return self.worker.info(worker)
+        except UnknownWorkerError as error:
+            raise UnknownWorkerError(f"could not find destination: {error}") from error
 
     def get_worker_infos(self) -> list[messages.WorkerInfo]:
         return self.worker.infos()
@@ -70,7 +72,7 @@ class Agent:
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         """Waits for the work in flight, everywhere."""
         self.worker.retire(timeout)
-        if not torch_api._ignore_rref_leak and self.is_static_group:
+        if not torch_api._ignore_rref_leak and self.worker.group.world_size is not None:
             kept = self.worker.references.kept_for_others
             if not poll_until(lambda: not kept(), _LAST_DROPS):
                 self.leaks = kept()

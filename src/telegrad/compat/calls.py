@@ -105,9 +105,7 @@ def remote(
     return rpc.remote(to, func, args, kwargs, timeout)
 
 
-def backward(
-    context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False, **more: Any
-) -> None:
+def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False, **more: Any) -> None:
     """See telegrad.autograd.backward. As with torch, a root must be the result of something."""
     with torch.autograd.profiler.record_function("torch::distributed::autograd::backward"):
         for root in roots or ():

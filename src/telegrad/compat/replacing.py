@@ -26,6 +26,7 @@ import torch.distributed.rpc.rref_proxy
 
 from .. import autograd
 from ..config import Options
+from ..gradients.leaves import leaves_are_averaged
 from ..rref import RRef
 from . import agent, calls
 from .children import follow_into_children
@@ -70,6 +71,7 @@ def install(options: Options | None = None) -> None:
             setattr(module, name, new)
     _change_where_imported(replaced)
     torch._jit_internal.is_rref_instance = _is_handed_to_script
+    _note_averaged_leaves()
     follow_into_children()
 
 
@@ -108,6 +110,18 @@ def _change_where_imported(replaced: dict[int, tuple[Any, Any]]) -> None:
             old, new = replaced.get(id(value), (None, None))
             if old is not None and old is value:
                 setattr(module, name, new)
+
+
+def _note_averaged_leaves() -> None:
+    """Gradients of DistributedDataParallel's parameters go through it: see gradients/leaves.py."""
+    parallel: Any = torch.nn.parallel.DistributedDataParallel
+    before = parallel._ddp_init_helper
+
+    def _ddp_init_helper(self: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves_are_averaged(parameters)
+        return before(self, parameters, *args, **kwargs)
+
+    parallel._ddp_init_helper = _ddp_init_helper
 
 
 def _not_here(name: str, instead: str) -> Callable[..., Any]:

@@ -157,6 +157,22 @@ def _turn_of(leaf: Leaf) -> _Turn:
         return turn
 
 
+# Note [averaged leaves]
+# DistributedDataParallel takes a gradient out of `.grad` once the leaf's node has run, and puts the average over all of
+# its processes there when the engine call ends; also for leaves that this pass does not reach. So for all leaves of
+# such a module `.grad` is set aside before the engine call, nothing is taken during it, and what is in `.grad` then is
+# the gradient.
+_averaged: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by leaf: all leaves of its module, weakly
+
+
+def leaves_are_averaged(leaves: Iterable[Leaf]) -> None:
+    """Says that these are the leaves of one DistributedDataParallel."""
+    together = WeakIdKeyDictionary()
+    for leaf in leaves:
+        together[leaf] = None
+        _averaged[leaf] = together
+
+
 class Capture:
     """Takes the gradients of leaves while one engine call runs. `is_ours` says whether it is that call which runs:
     other threads may run backward through the same leaves."""
@@ -174,13 +190,41 @@ class Capture:
     def watch(self, nodes: Iterable[Any], is_ours: Callable[[], bool] | None = None) -> None:
         """`nodes` are the leaves' AccumulateGrad nodes."""
         ours = is_ours or self._is_ours
+        averaged: dict[int, Leaf] = {}
         for node in nodes:
             leaf = node.variable
-            if leaf._post_accumulate_grad_hooks:
+            if _averaged and leaf in _averaged:
+                averaged.update((id(other), other) for other in _averaged[leaf])
+            elif leaf._post_accumulate_grad_hooks:
                 self._watch_with_hooks(node, leaf, ours)
             else:
                 handle = node.register_prehook(self._taker(leaf, ours))
                 self._cleanup.append(handle.remove)
+        for key in sorted(averaged):  # in one order in all passes: each waits for its turn
+            self._set_aside(averaged[key])
+
+    def _set_aside(self, leaf: Leaf) -> None:
+        """See Note [averaged leaves]."""
+        turn = _turn_of(leaf)
+        if not turn.free.acquire(timeout=_LONGEST_HOOK):
+            raise GradientError(
+                f"another pass had a leaf of a DistributedDataParallel for over {_LONGEST_HOOK:.0f} s"
+            )
+        with _touching_grad:
+            aside, leaf.grad = leaf.grad, None
+            turn.is_taken = True
+
+        def take() -> None:
+            with _touching_grad:
+                gradient, leaf.grad = leaf.grad, aside
+                turn.is_taken = False
+                while turn.to_add:
+                    leaf.grad = accumulated(leaf.grad, turn.to_add.pop())
+            turn.free.release()
+            if gradient is not None:
+                self._add(leaf, gradient.clone() if gradient._is_view() else gradient)
+
+        self._cleanup.append(take)
 
     def _taker(self, leaf: Leaf, is_ours: Callable[[], bool]) -> Callable[[Any], Any]:
         def take(gradients: tuple[torch.Tensor, ...]) -> Any:
