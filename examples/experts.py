@@ -28,10 +28,9 @@ EXPERTS, TOKENS, WIDTH, LENGTH, BATCH = 4, 10, 32, 8, 32
 
 
 class Expert(nn.Sequential):
-    """Lives on a worker, and counts what it does."""
+    """Made here, moved to a worker; counts what it does."""
 
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
+    def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH))
         self.passes: Counter[str] = Counter()
 
@@ -54,7 +53,8 @@ class Block(nn.Module):
         self.attention = nn.MultiheadAttention(WIDTH, num_heads=4, batch_first=True)
         self.gate = nn.Linear(WIDTH, EXPERTS)
         self.head = nn.Linear(WIDTH, TOKENS)
-        self.experts = [RemoteModule(WORKERS[n % len(WORKERS)], Expert, (n,)) for n in range(EXPERTS)]
+        workers = [WORKERS[n % len(WORKERS)] for n in range(EXPERTS)]
+        self.experts = [RemoteModule.from_module(worker, Expert()) for worker in workers]
 
     def forward(self, tokens: Tensor, late: int) -> Tensor:
         x = self.embedding(tokens)
