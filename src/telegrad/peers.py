@@ -149,17 +149,26 @@ class Peers:
         """
         peer = self._known.get(to) if isinstance(to, str | int) else None
         if peer is None:
-            peer = self.find(to)
+            peer = self._find_again(to)
         if peer.connection is not None:
             return peer, peer.connection
         try:
             return peer, self.connect(peer, timeout)
         except PeerLostError:
             # The name may belong to a new incarnation by now.
-            again = self.find(to)
+            again = self._find_again(to)
             if again.member.id == peer.member.id:
                 raise
             return again, self.connect(again, timeout)
+
+    def _find_again(self, to: str | int | WorkerInfo) -> Peer:
+        try:
+            return self.find(to)
+        except UnknownWorkerError as error:
+            known = getattr(to, "id", to)
+            if known in self._names or known in self._names.values():
+                raise PeerLostError(f"worker {to!r} has left the group") from error
+            raise
 
     def connect(self, peer: Peer, timeout: float | None) -> Connection:
         """The connection with a peer, made if there is none yet.

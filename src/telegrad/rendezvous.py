@@ -249,7 +249,7 @@ class Group:
         if member.rank >= 0:
             self._ask(lambda: self._store.set(f"rank/{member.rank}", str(member.id)))
             if member.id != member.rank:  # it takes the place of one that has left
-                self._ask(lambda: self._store.delete_key(f"gone/{member.rank}"))
+                self._ask(lambda: self._store.delete_key(f"left/{member.rank}"))
 
     def fail(self, rank: int, reason: str) -> None:
         """Tells those who wait for this rank that it does not come."""
@@ -266,7 +266,7 @@ class Group:
             if not tell:
                 return
             if member.rank >= 0:
-                self.arrive("gone", member.rank)
+                self.arrive("left", member.rank)
             key = f"name/{member.name}"
             self._compare_set(key, str(member.id), "")
             self._ask(lambda: self._store.delete_key(f"member/{member.id}"))

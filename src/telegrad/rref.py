@@ -19,7 +19,8 @@ from . import current
 from .by_value import received_handle
 from .current import current_worker
 from .dispatch import MAY_WAIT
-from .errors import CallTimeoutError, GradientError, PeerLostError
+from .errors import CallTimeoutError, EncodeError, GradientError, NotStartedError, PeerLostError
+from .futures import Future
 from .handles import Handle
 from .messages import WorkerInfo
 from .pending import effective_timeout
@@ -123,6 +124,7 @@ class RRef(Handle, Generic[T]):
         entry = self.entry
         if isinstance(entry, Owned):
             return self._worker.references.value_of(entry, self._limit(timeout))  # type: ignore[no-any-return]
+        self._check_open("to_here() on it")
         self._check_creation()
         return self._worker.call(entry.owner, _fetch, (entry.id,), None, _given(timeout))  # type: ignore[no-any-return]
 
@@ -177,6 +179,18 @@ class RRef(Handle, Generic[T]):
         if entry.creation is None:
             raise RuntimeError(f"{self} was not made by remote() on this worker")
         return self._worker.creation_of(entry)
+
+    def _serialize(self) -> Any:
+        """torch's RPC pickler calls it, which is not what sends RRefs here."""
+        self._check_open("fork an UserRRef")
+        return self.__reduce__()
+
+    def _check_open(self, use: str) -> None:
+        if self._worker.is_closed:
+            raise NotStartedError(
+                f"{self} ended with worker {self._worker.name!r}, which has shut down. Cannot call {use} "
+                f"after deletion."
+            )
 
     def _limit(self, timeout: float) -> float | None:
         serving = current.current_serving()
@@ -252,7 +266,13 @@ def _may_wait(function: Function) -> Function:
 
 @_may_wait
 def _fetch(id: int) -> Any:
-    return current_worker().references.fetch(id)
+    found = current_worker().references.fetch(id)
+    if isinstance(found, torch._C.Future) and not isinstance(found, Future):
+        # The value itself, which is not to be waited for.
+        raise EncodeError(
+            "Can not pickle torch.futures.Future: the value of this RRef is one, and stays where it is"
+        )
+    return found
 
 
 def _value(id: int) -> Any:

@@ -76,4 +76,4 @@ class Retirement:
 
     def _has_left(self, rank: int) -> bool:
         """Whether it has died, or ended without waiting for the others."""
-        return self.is_lost(rank) or self.group.arrived("gone", rank)
+        return self.is_lost(rank) or self.group.arrived("left", rank)

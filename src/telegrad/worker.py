@@ -504,6 +504,10 @@ class Worker:
 
     # -- life ------------------------------------------------------------------------------------------
 
+    @property
+    def is_closed(self) -> bool:
+        return bool(self._closed_because)
+
     def _check_open(self) -> None:
         if self._closed_because:
             raise NotStartedError(
