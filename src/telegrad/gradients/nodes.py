@@ -29,6 +29,7 @@ from ..errors import GradientError
 
 # Higher than any other but AccumulateGrad's: of all nodes that are ready the engine takes the highest first.
 _FIRST = 2**62
+_SOON = _FIRST - 1  # of Recvs: a gradient that is there goes out before anything else is computed
 
 
 class Running(Protocol):
@@ -249,10 +250,12 @@ def make_recvs(
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return make_recvs(message, ids, context, tensors)
-    return [
-        _apply_recv(torch.empty(0, requires_grad=True), id, message, place, context, tensors)
-        for place, id in enumerate(ids)
-    ]
+    received = []
+    for place, id in enumerate(ids):
+        tensor = _apply_recv(torch.empty(0, requires_grad=True), id, message, place, context, tensors)
+        tensor.grad_fn._set_sequence_nr(_SOON)
+        received.append(tensor)
+    return received
 
 
 def make_wait(message: int, leaves: tuple[int, ...], inputs: list[torch.Tensor]) -> torch.Tensor:
