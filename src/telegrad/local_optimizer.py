@@ -161,6 +161,7 @@ def _twin(param: torch.Tensor) -> torch.Tensor:
 def _on_same_memory(param: torch.Tensor, twin: torch.Tensor) -> bool:
     if param.layout is not torch.strided:
         return True
+    # The twin keeps its memory, so the same address is the same memory.
     return param.data_ptr() == twin.data_ptr() and param.shape == twin.shape and param.dtype == twin.dtype
 
 

@@ -8,6 +8,7 @@ import io
 import pickle
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -39,13 +40,13 @@ def cluster(request: pytest.FixtureRequest, server: telegrad.ForkServer) -> Iter
 def no_leaks(cluster: telegrad.LocalCluster) -> Iterator[None]:
     """After every test no worker keeps or refers to anything: no module, no parameter, no context."""
     yield
-    event = threading.Event()
-    for _ in range(int(PATIENCE / 0.01)):
+    deadline = time.monotonic() + PATIENCE
+    while True:
         found = {name: rpc.rpc_sync(name, left_behind) for name in ("driver", "a", "b")}
         if not any(found.values()):
             return
-        event.wait(0.01)
-    raise AssertionError(f"left behind: {found}")
+        assert time.monotonic() < deadline, f"left behind: {found}"
+        threading.Event().wait(0.01)
 
 
 def left_behind() -> int:
@@ -54,17 +55,25 @@ def left_behind() -> int:
     return sum(worker.references.statistics().values()) + len(worker.contexts)
 
 
+def seeded(module: nn.Module, seed: int) -> Any:
+    """With a generator of its own: workers of one process share torch's."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.uniform_(-0.5, 0.5, generator=generator)
+    return module
+
+
 class Net(nn.Module):
     """Parameters, buffers, dropout, and arguments of several kinds."""
 
     def __init__(self, size: int = 4, *, seed: int = 0) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            self.first = nn.Linear(size, size)
-            self.norm = nn.BatchNorm1d(size)
-            self.scale = nn.Parameter(torch.rand(size))
+        self.first = nn.Linear(size, size)
+        self.norm = nn.BatchNorm1d(size)
+        self.scale = nn.Parameter(torch.ones(size))
         self.dropout = nn.Dropout(0.5)
+        seeded(self, seed)
 
     def forward(
         self, x: torch.Tensor, power: int = 1, *, extra: dict[str, Any] | None = None
@@ -303,9 +312,7 @@ def test_state_of_an_older_version():
 def chain(remote: bool) -> nn.Sequential:
     #   driver       a        driver       b
     #   Linear ──▶  Net  ──▶   Tanh  ──▶  Net
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        first = nn.Linear(4, 4)
+    first = seeded(nn.Linear(4, 4), 7)
     middle = [RemoteModule("a", Net, (4,)), RemoteModule("b", Net, (4,))] if remote else [Net(4), Net(4)]
     return nn.Sequential(first, middle[0], nn.Tanh(), middle[1])
 
@@ -397,6 +404,34 @@ def test_to():
 
 def are_leaves_there(there: RemoteModule) -> bool:
     return rpc.rpc_sync(there.module_rref.owner(), are_leaves, args=(there.module_rref,))
+
+
+def test_tensors_on_the_modules_device():
+    """The meta device stands for any that is not the CPU."""
+    there = RemoteModule("a/meta", nn.Linear, (4, 2))
+    result = there(x(False).to("meta"))
+    assert result.is_meta and result.shape == (3, 2)
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta tensor"):
+        there(x(False))  # taken there; but its result has nothing that could be brought back
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_module_on_a_gpu():
+    here = Net().eval()
+    there = RemoteModule("a/cuda:0", Net).eval()
+    mine, theirs = x(), x()
+    expected = here(mine)
+    expected.square().sum().backward()
+    with autograd.context() as context_id:
+        found = there(theirs)
+        assert found.is_cpu
+        torch.testing.assert_close(found, expected)
+        assert there(theirs.cuda()).is_cuda
+        autograd.backward(context_id, [found.square().sum()])
+        torch.testing.assert_close(autograd.get_gradients(context_id)[theirs], mine.grad)
+        del found
+    assert there.cpu().device == "cpu"
+    assert there.cuda().device == "cuda"
 
 
 def test_requires_grad():

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,13 +37,13 @@ def cluster(request: pytest.FixtureRequest, server: telegrad.ForkServer) -> Iter
 def no_leaks(cluster: telegrad.LocalCluster) -> Iterator[None]:
     """After every test no worker keeps or refers to anything: no optimizer, no parameter, no context."""
     yield
-    event = threading.Event()
-    for _ in range(int(PATIENCE / 0.01)):
+    deadline = time.monotonic() + PATIENCE
+    while True:
         found = {name: rpc.rpc_sync(name, left_behind) for name in ("driver", "a", "b", "c")}
         if not any(found.values()):
             return
-        event.wait(0.01)
-    raise AssertionError(f"left behind: {found}")
+        assert time.monotonic() < deadline, f"left behind: {found}"
+        threading.Event().wait(0.01)
 
 
 def left_behind() -> int:
@@ -57,10 +58,17 @@ def left_behind() -> int:
 #   x ─────▶ tanh(Linear(x)) ─────▶ Linear(·) ─────▶ sum of squares
 
 
+def seeded(module: nn.Module, seed: int) -> Any:
+    """With a generator of its own: workers of one process share torch's."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.uniform_(-0.5, 0.5, generator=generator)
+    return module
+
+
 def make_half(seed: int) -> nn.Linear:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Linear(4, 4)
+    return seeded(nn.Linear(4, 4), seed)
 
 
 def parameters_of(module: RRef[nn.Module]) -> list[RRef[nn.Parameter]]:
@@ -289,6 +297,10 @@ def test_a_changed_rate_goes_along_with_the_step(cluster):
 
 def calls_served() -> int:
     return current_worker().statistics().calls_served
+
+
+def calls_being_served() -> int:
+    return current_worker().statistics().calls_being_served
 
 
 class Counting(optim.Optimizer):
@@ -560,6 +572,59 @@ def test_the_same_parameter_twice():
         DistributedOptimizer(optim.SGD, [{"params": there.params}, {"params": again}], lr=0.1)
 
 
+def make_embedding() -> nn.Embedding:
+    return seeded(nn.Embedding(10, 3, sparse=True), 0)
+
+
+def test_sparse_gradients():
+    here, there = make_embedding(), rpc.remote("a", make_embedding)
+    params = rpc.rpc_sync("a", parameters_of, args=(there,))
+    mine = optim.SparseAdam(here.parameters(), lr=0.1)
+    theirs = DistributedOptimizer(optim.SparseAdam, params, lr=0.1)
+    rows = torch.tensor([1, 2, 2, 5])
+    for _ in range(3):
+        mine.zero_grad()
+        here(rows).square().sum().backward()
+        mine.step()
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [there.rpc_sync().forward(rows).square().sum()])
+            theirs.step(context_id)
+    torch.testing.assert_close(params[0].to_here().detach(), here.weight.detach(), rtol=0, atol=0)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [there.rpc_sync().forward(rows).square().sum()])
+        norm = clip_grad_norm_(context_id, params, 0.1)
+        again = clip_grad_norm_(context_id, params, 0.1)
+    here.zero_grad()
+    here(rows).square().sum().backward()
+    torch.testing.assert_close(norm, here.weight.grad.to_dense().norm())
+    torch.testing.assert_close(again, torch.tensor(0.1))
+
+
+def accumulate(module: RRef[nn.Module], times: int) -> None:
+    """What somebody else does on that worker, with `.grad` of the same parameters."""
+    for _ in range(times):
+        sum(p.sum() for p in module.local_value().parameters()).backward()
+
+
+def test_others_use_grad_at_the_same_time():
+    """Neither a step nor a backward of theirs is lost or disturbed."""
+    there = There()
+    half = there.halves[0]
+    optimizer = DistributedOptimizer(optim.SGD, there.params[:2], lr=0.01)
+    before = there.values()[:2]
+    future = rpc.rpc_async("a", accumulate, args=(half, 200))
+    for _ in range(20):
+        with autograd.context() as context_id:
+            loss = sum((rref.rpc_sync().sum() for rref in there.params[:2]), torch.zeros(()))
+            autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+    future.wait()
+    for gradient in ask(half, grads_of):
+        torch.testing.assert_close(gradient, torch.full_like(gradient, 200.0))
+    for old, new in zip(before, there.values(), strict=False):
+        torch.testing.assert_close(new, old - 20 * 0.01)
+
+
 # -- clipping ----------------------------------------------------------------------------------------------
 
 
@@ -820,9 +885,14 @@ def test_a_step_that_waited_too_long_is_not_made():
         thread = threading.Thread(target=stuck.step, args=(context_id,))
         thread.start()
         assert entered.local_value().wait(PATIENCE)
-        # The deadline of the call is that of the step made in it.
-        with pytest.raises(errors.CallTimeoutError):
+        before_it = rpc.rpc_sync("a", calls_being_served)
+        # The deadline of the call is that of the step made in it. Which of the two is heard of first is open.
+        with pytest.raises((errors.CallTimeoutError, OptimizerError)):
             rpc.rpc_sync("c", step_quickly, args=(there.params[:2], context_id), timeout=0.5)
+        # Until the owner has given it up: what it was doing before is left.
+        deadline = time.monotonic() + PATIENCE
+        while (now := rpc.rpc_sync("a", calls_being_served)) > before_it:
+            assert time.monotonic() < deadline, f"{now} calls, {before_it} before"
         release.local_value().set()
         thread.join()
     for old, new in zip(before, there.values()[:2], strict=True):
