@@ -89,7 +89,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Nothing may be left behind by a test. What a wider fixture holds was there before and does not count."""
     # Fixtures of module and session scope that this test is the first to use come up before the first look.
     for name in request.fixturenames:
-        if name in ("server", "module_cluster"):
+        if name in ("server", "module_cluster", "runner"):
             request.getfixturevalue(name)
     gc.collect()
     before = {what: look() for what, look in LOOKS.items()}

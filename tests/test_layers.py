@@ -17,6 +17,7 @@ LAYERS = """
     __main__ compat.__main__
     cli compat.replacing
     compat.agent compat.calls compat.children
+    compat.profiling
     profiler optim nn testing
     local_optimizer local_module
     cluster

@@ -94,7 +94,7 @@ class Dispatch:
         try:
             if deadline is not None and time.monotonic() > deadline:
                 raise CallTimeoutError(
-                    "the call waited for a thread until its time was over, and was not run"
+                    "RPC ran for more than set timeout: the call waited for a thread until then, and was not run"
                 )
             if envelope.modes is None:
                 try:

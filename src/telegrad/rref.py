@@ -180,6 +180,13 @@ class RRef(Handle, Generic[T]):
             raise RuntimeError(f"{self} was not made by remote() on this worker")
         return self._worker.creation_of(entry)
 
+    def _set_profiling_future(self, future: Any) -> None:
+        self._profiling_future = future
+
+    def _get_profiling_future(self) -> Any:
+        """Done when the events of the value's creation are in the profile."""
+        return self._profiling_future
+
     def _serialize(self) -> Any:
         """torch's RPC pickler calls it, which is not what sends RRefs here."""
         self._check_open("fork an UserRRef")

@@ -506,6 +506,7 @@ class Worker:
 
     @property
     def is_closed(self) -> bool:
+        """Whether it has left its group."""
         return bool(self._closed_because)
 
     def _check_open(self) -> None:

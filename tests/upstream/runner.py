@@ -1,6 +1,6 @@
 """Runs tests of PyTorch's own suites on telegrad, each in ranks that are forked from this process.
 
-Started by test_upstream.py. Reads the names of tests, one in a line, and answers each with a line of JSON. This process
+Started by test_upstream.py. Reads what to run, one test in a line of JSON, and answers each with another. This process
 is warm: it has imported torch and the suites, and runs nothing itself, so a test needs no more than its ranks need.
 """
 
@@ -18,8 +18,6 @@ import torch
 
 import telegrad.compat
 
-os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "100")  # seconds, of the suites' own
-
 # -- no agent of torch's own may start -------------------------------------------------------------------------
 
 _fork = multiprocessing.get_context("fork")
@@ -36,7 +34,7 @@ torch._C._distributed_rpc.TensorPipeAgent.__init__ = _count_agent
 telegrad.compat.install()
 
 # The suites are imported after install(), as any program of torch's is that runs on telegrad.
-from torch.testing._internal.common_distributed import MultiProcessTestCase  # noqa: E402
+from torch.testing._internal import common_distributed  # noqa: E402
 from torch.testing._internal.distributed import ddp_under_dist_autograd_test  # noqa: E402
 from torch.testing._internal.distributed.nn.api import remote_module_test  # noqa: E402
 from torch.testing._internal.distributed.rpc import (  # noqa: E402
@@ -63,7 +61,7 @@ _MODULES = (
 )
 
 
-class InForks(MultiProcessTestCase):
+class InForks(common_distributed.MultiProcessTestCase):
     def setUp(self) -> None:
         super().setUp()
         self._start_processes(_fork.Process)
@@ -75,7 +73,9 @@ def _suite(name: str) -> type[unittest.TestCase]:
     return type(name, (found, TensorPipeRpcAgentTestFixture, InForks), {"__module__": __name__})
 
 
-def run(test: str) -> dict[str, Any]:
+def run(test: str, limit: float) -> dict[str, Any]:
+    """Runs one test, of which each rank may take `limit` seconds."""
+    common_distributed.TIMEOUT_DEFAULT = limit
     suite, _, method = test.partition(".")
     result = unittest.TestResult()
     began = time.monotonic()
@@ -93,7 +93,7 @@ def main() -> None:
     os.dup2(2, 1)  # what the suites print goes where errors go
     print("ready", file=answers)
     for line in sys.stdin:
-        print(json.dumps(run(line.strip())), file=answers)
+        print(json.dumps(run(**json.loads(line))), file=answers)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ as ever, with telegrad's functions in it. Code that has imported single names be
     replacing.py   which name of which module becomes what
     agent.py       what torch's Python code expects of an RPC agent, on a Worker
     calls.py       rpc_sync, rpc_async, remote: torch's, with its profiler
+    profiling.py   torch's legacy profiler over workers
     children.py    processes that multiprocessing starts
 """
 

@@ -105,6 +105,16 @@ def _check_name(name: str) -> None:
         raise RuntimeError(f"Worker name must match [A-Za-z0-9-_:]*, but {name!r} does not.")
 
 
+def _check_device_maps(maps: dict[str, dict[torch.device, torch.device]]) -> None:
+    for to, device_map in maps.items():
+        for source, target in device_map.items():
+            if source != target:
+                raise NotImplementedError(
+                    f"set_device_map({to!r}, {{{str(source)!r}: {str(target)!r}}}): telegrad sends a tensor to its own "
+                    "device, and does not map it to another; move it in the function that is called, with to()"
+                )
+
+
 class _CheckedName(type):
     def __call__(cls, name: str, id: int) -> messages.WorkerInfo:
         _check_name(name)
@@ -136,6 +146,7 @@ def start_with(options: Options) -> Callable[..., Agent]:
                 f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}"
             )
         _check_name(name)
+        _check_device_maps(rpc_backend_options.device_maps)
         _torch_options = rpc_backend_options
         timeout = float(rpc_backend_options.rpc_timeout)
         group = Group(store, world_size or None, options.init_timeout)

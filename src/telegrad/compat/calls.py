@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed.rpc.api as torch_api
-from torch.distributed.rpc.internal import RPCExecMode, _build_rpc_profiling_key
+from torch.distributed.rpc.internal import RPCExecMode
 
 from .. import autograd, rpc
-from ..current import current_worker
 from ..errors import CallTimeoutError, GradientError, PeerLostError
 from ..rref import RRef
+from . import profiling
 
 UNSET_TIMEOUT = rpc.UNSET_TIMEOUT
-_LEGACY = torch._C._profiler.ActiveProfilerType.LEGACY
 
 
 def rpc_sync(
@@ -29,9 +28,10 @@ def rpc_sync(
     """See telegrad.rpc.rpc_sync."""
     if not callable(func):
         raise TypeError("function should be callable.")
-    if _is_profiled():
-        with _span(RPCExecMode.SYNC, func, to):
-            return rpc.rpc_sync(to, func, args, kwargs, timeout)
+    if profiling.is_on():
+        call = profiling.ProfiledCall(RPCExecMode.SYNC, func, to)
+        with call.span:
+            return call.result(rpc.rpc_sync(to, call.function, call.args(args, kwargs), None, timeout))
     return rpc.rpc_sync(to, func, args, kwargs, timeout)
 
 
@@ -46,9 +46,11 @@ def rpc_async(
     if not callable(func):
         raise TypeError("function should be callable.")
     future: torch.futures.Future[Any]
-    if _is_profiled():
-        with _span(RPCExecMode.ASYNC, func, to) as span:
-            future = span._call_end_callbacks_on_future(_start(to, func, args, kwargs, timeout))
+    if profiling.is_on():
+        call = profiling.ProfiledCall(RPCExecMode.ASYNC, func, to)
+        with call.span as span:
+            answer = _start(to, call.function, call.args(args, kwargs), None, timeout)
+            future = span._call_end_callbacks_on_future(answer.then(lambda done: call.result(done.wait())))
     else:
         future = _start(to, func, args, kwargs, timeout)
     if hasattr(torch_api._thread_local_var, "future_list"):
@@ -99,9 +101,17 @@ def remote(
     timeout: float = UNSET_TIMEOUT,
 ) -> RRef[Any]:
     """See telegrad.rpc.remote."""
-    if _is_profiled():
-        with _span(RPCExecMode.REMOTE, func, to):
-            return rpc.remote(to, func, args, kwargs, timeout)
+    if profiling.is_on():
+        call = profiling.ProfiledCall(RPCExecMode.REMOTE, func, to)
+        number = profiling.new_number()
+        with call.span as span:
+            rref = rpc.remote(
+                to, profiling.profiled_creation, (number, *call.args(args, kwargs)), None, timeout
+            )
+            events = rpc.rpc_async(to, profiling.events_of_creation, (number,), None, timeout)
+            done = span._call_end_callbacks_on_future(events.then(lambda done: call.add(done.wait())))
+            rref._set_profiling_future(done)
+        return rref
     return rpc.remote(to, func, args, kwargs, timeout)
 
 
@@ -112,18 +122,3 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
             if root.requires_grad and root.numel() == 1 and root.grad_fn is None:
                 raise GradientError("root does not have a valid gradient function.")
         autograd.backward(context_id, roots, retain_graph, **more)
-
-
-def _is_profiled() -> bool:
-    return torch.autograd._profiler_enabled() and torch._C._autograd._profiler_type() == _LEGACY  # type: ignore[attr-defined]
-
-
-def _span(mode: RPCExecMode, func: Any, to: Any) -> Any:
-    """torch's record of a call, under torch's name for it."""
-    name = torch.jit._builtins._find_builtin(func)
-    if name is None:
-        is_scripted = isinstance(func, torch.jit.ScriptFunction)
-        name = torch._jit_internal._qualified_name(func) if is_scripted else func.__qualname__
-    worker = current_worker()
-    key = _build_rpc_profiling_key(mode, name, worker.name, worker.info(to).name)
-    return torch.autograd.profiler.record_function(key)

@@ -28,7 +28,7 @@ from .. import autograd
 from ..config import Options
 from ..gradients.leaves import leaves_are_averaged
 from ..rref import RRef
-from . import agent, calls
+from . import agent, calls, profiling
 from .children import follow_into_children
 
 _C = torch._C._distributed_rpc
@@ -72,6 +72,7 @@ def install(options: Options | None = None) -> None:
     _change_where_imported(replaced)
     torch._jit_internal.is_rref_instance = _is_handed_to_script
     _note_averaged_leaves()
+    profiling.follow_calls()
     follow_into_children()
 
 

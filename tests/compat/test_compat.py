@@ -1,0 +1,201 @@
+"""The drop-in: install(), the processes that it follows into, `python -m telegrad.compat`, and what says that it is not
+there. Each test runs a program in a process of its own, since install() lasts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+# A program of torch's RPC that knows nothing of telegrad. Prints what RRef is, and a result.
+PROGRAM = """
+    import os
+    import sys
+    import torch
+    import torch.distributed.autograd as dist_autograd
+    import torch.distributed.rpc as rpc
+    import torch.multiprocessing as mp
+    from torch.distributed.rpc import RRef, rpc_sync
+
+    class Doubler:
+        def __init__(self):
+            self.times = 2
+
+        def double(self, tensor):
+            return tensor * self.times
+
+    def add(a, b):
+        return a + b
+
+    def run(rank, path):
+        options = rpc.TensorPipeRpcBackendOptions(init_method="file://" + path, rpc_timeout=30)
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+        if rank == 0:
+            with dist_autograd.context() as context_id:
+                leaf = torch.ones(2, requires_grad=True)
+                rref = rpc.remote("worker1", Doubler)
+                loss = rref.rpc_sync().double(rpc_sync("worker1", add, args=(leaf, 1))).sum()
+                dist_autograd.backward(context_id, [loss])
+                print(RRef.__module__, dist_autograd.get_gradients(context_id)[leaf].tolist(), sys.argv[1:])
+        rpc.shutdown()
+
+    if __name__ == "__main__":
+        mp.start_processes(run, args=(sys.argv[1],), nprocs=2, start_method="{method}")
+"""
+
+
+def run(*command: str | Path, expect: int = 0) -> str:
+    """What a process prints."""
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == expect, done.stderr
+    return done.stdout if expect == 0 else done.stderr
+
+
+def run_code(code: str, expect: int = 0) -> str:
+    return run("-c", textwrap.dedent(code), expect=expect)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_script_and_the_processes_that_it_starts_run_on_telegrad(tmp_path: Path, method: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(PROGRAM.replace("{method}", method)))
+    store = str(tmp_path / "store")
+    shown = run("-m", "telegrad.compat", script, store, "--flag")
+    arguments = [store, "--flag"]
+    assert shown.strip() == f"telegrad.rref [2.0, 2.0] {arguments}"
+
+
+def test_the_script_must_be_there() -> None:
+    assert "usage" in run("-m", "telegrad.compat", expect=2)
+    assert "there is no script 'none.py'" in run("-m", "telegrad.compat", "none.py", expect=1)
+
+
+def test_names_that_were_imported_before_change_too() -> None:
+    shown = run_code(
+        """
+        import torch
+        import torch.distributed.rpc as rpc
+        from torch.distributed.autograd import backward, context
+        from torch.distributed.optim import DistributedOptimizer
+        from torch.distributed.rpc import RRef, init_rpc, rpc_sync
+        import telegrad.compat
+        assert not telegrad.compat.is_installed()
+        telegrad.compat.install()
+        telegrad.compat.install()  # nothing more
+        assert telegrad.compat.is_installed()
+        from torch.distributed.nn import RemoteModule
+        from torch.distributed.nn.api.remote_module import RemoteModule as the_same
+        names = [backward, context, DistributedOptimizer, RRef, rpc_sync, RemoteModule, rpc.remote]
+        print([name.__module__.partition(".")[0] for name in names], RemoteModule is the_same)
+        print(rpc.backend_registry.BackendType.TENSORPIPE is rpc.BackendType.TENSORPIPE)
+        print(torch._jit_internal.RRef is RRef, rpc.api.RRef is RRef, rpc.PyRRef is RRef)
+        """
+    )
+    assert shown.splitlines() == [f"{['telegrad'] * 7} True", "True", "True True True"]
+
+
+def test_install_is_refused_while_torchs_own_rpc_runs(tmp_path: Path) -> None:
+    shown = run_code(
+        f"""
+        import torch.distributed.rpc as rpc
+        import telegrad.compat
+        options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/store")
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        try:
+            telegrad.compat.install()
+        except RuntimeError as error:
+            print(error)
+        rpc.shutdown()
+        print(telegrad.compat.is_installed())
+        telegrad.compat.install()
+        options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/other")
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        print(type(rpc.api._get_current_rpc_agent()).__module__)
+        rpc.shutdown()
+        """
+    )
+    refusal, installed, agent = shown.splitlines()
+    assert "torch's own RPC is running" in refusal
+    assert "before torch.distributed.rpc.init_rpc()" in refusal
+    assert installed == "False"
+    assert agent == "telegrad.compat.agent"
+
+
+def test_what_is_not_there_says_what_to_use() -> None:
+    shown = run_code(
+        """
+        import telegrad.compat
+        telegrad.compat.install()
+        import torch.distributed.rpc as rpc
+        for name in (
+            "_invoke_rpc_builtin", "_invoke_rpc_python_udf", "_invoke_rpc_torchscript", "_invoke_remote_builtin",
+            "_invoke_remote_python_udf", "_invoke_remote_torchscript", "_enable_jit_rref_pickle",
+            "_disable_jit_rref_pickle", "_server_process_global_profile", "_enable_server_process_global_profiler",
+            "_disable_server_process_global_profiler",
+        ):
+            try:
+                getattr(rpc, name)()
+            except NotImplementedError as error:
+                assert name in str(error), error
+                print(str(error).partition("telegrad: ")[2])
+        try:
+            rpc._set_and_start_rpc_agent(object())
+        except NotImplementedError as error:
+            print(error)
+        """
+    )
+    lines = shown.splitlines()
+    assert len(lines) == 12
+    assert all(lines)
+
+
+def test_no_rref_goes_into_a_scripted_function(tmp_path: Path) -> None:
+    shown = run_code(
+        f"""
+        import telegrad.compat
+        telegrad.compat.install()
+        import torch
+        import torch.distributed.rpc as rpc
+        options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/store")
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        scripted = torch.jit.CompilationUnit("def f(x: RRef[Tensor]) -> Tensor:\\n    return x.to_here()\\n")
+        try:
+            scripted.f(rpc.RRef(torch.ones(1)))
+        except RuntimeError as error:
+            print(error)
+        rpc.shutdown()
+        """
+    )
+    assert "Expected a value of type 'RRef[Tensor]'" in shown
+    assert "telegrad.rref.RRef" in shown
+
+
+def test_the_agent_and_the_groups_numbers(tmp_path: Path) -> None:
+    shown = run_code(
+        f"""
+        import telegrad.compat
+        telegrad.compat.install()
+        import torch.distributed.rpc as rpc
+        options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/store", num_worker_threads=5)
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        assert rpc._is_current_rpc_agent_set()
+        print(rpc.get_worker_info(), rpc.get_rpc_timeout())
+        rpc._set_rpc_timeout(7)
+        print(rpc.get_rpc_timeout(), rpc._get_debug_info()["agent.thread_pool_size"], rpc.api._all_gather(3))
+        try:
+            rpc.get_worker_info("nobody")
+        except RuntimeError as error:
+            print(error)
+        rpc.shutdown()
+        assert not rpc._is_current_rpc_agent_set()
+        """
+    )
+    info, numbers, unknown = shown.splitlines()
+    assert info == "WorkerInfo(name='alone', id=0) 60.0"
+    assert numbers == "7.0 5 {'alone': 3}"
+    assert "could not find destination" in unknown

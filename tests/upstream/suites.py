@@ -1,0 +1,99 @@
+"""Which of PyTorch's suites run on telegrad, and which of their tests have another outcome there, and why."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+_PACKAGE = "torch.testing._internal.distributed."
+
+# suite -> the module of torch's wheel that it is in
+SUITES = {
+    "DistAutogradTest": "rpc.dist_autograd_test",
+    "TensorPipeAgentDistAutogradTest": "rpc.dist_autograd_test",
+    "DistOptimizerTest": "rpc.dist_optimizer_test",
+    "RpcTest": "rpc.rpc_test",
+    "TensorPipeAgentRpcTest": "rpc.rpc_test",
+    "RemoteModuleTest": "nn.api.remote_module_test",
+    "ThreeWorkersRemoteModuleTest": "nn.api.remote_module_test",
+    "ParameterServerTest": "rpc.examples.parameter_server_test",
+    "ReinforcementLearningRpcTest": "rpc.examples.reinforcement_learning_rpc_test",
+    "DdpUnderDistAutogradTest": "ddp_under_dist_autograd_test",
+    "DdpComparisonTest": "ddp_under_dist_autograd_test",
+}
+
+
+def names_in(suite: str) -> list[str]:
+    """The names of a suite's tests. Its module is read and not imported, since that takes long."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    path = Path(torch.origin).parent.joinpath(*(_PACKAGE + SUITES[suite]).split(".")[1:]).with_suffix(".py")
+    classes = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+
+    def names(of: str) -> set[str]:
+        own = {node.name for node in classes[of].body if isinstance(node, ast.FunctionDef)}
+        bases = [base.id for base in classes[of].bases if isinstance(base, ast.Name) and base.id in classes]
+        return own.union(*map(names, bases))
+
+    return sorted(name for name in names(suite) if name.startswith("test"))
+
+
+_SCRIPTED_MODULE = (
+    "makes a RemoteModule for TorchScript, whose forward() is an RPC from inside of TorchScript"
+)
+_IDS = "asserts the numbers that torch gives its first RRefs; telegrad's ids start elsewhere"
+_ASKS_TYPE = (
+    "asserts that a method call on an RRef first asks the owner for the value's type, and fails or waits there; "
+    "telegrad makes one call, which fails on the owner and says so where its result is used"
+)
+
+_AFTER_RETURN = (
+    "wants a call that an async_execution function has begun in the profile under its own name, with the time until "
+    "its answer; the callee's profile ends when the function returns, and only what that call ran elsewhere is in it"
+)
+
+# test -> why it has another outcome here
+DIFFERENT = {
+    "DistAutogradTest.test_backward_unused_send_function": "waits for torch's hang when a sent tensor was not used; "
+    "telegrad's pass ends",
+    "DistAutogradTest.test_nested_context": "wants a context in a context to be refused; telegrad's nest",
+    "DistAutogradTest.test_trainer_ps_torchscript_functions": "hands an RRef to a scripted function; TorchScript "
+    "knows only torch's own RRefs",
+    "RpcTest.test_local_value_not_on_owner": _IDS,
+    "RpcTest.test_rref_str": _IDS,
+    "RpcTest.test_non_cont_tensors": "wants a view with gaps to arrive with the gaps; telegrad sends what the view "
+    "shows, packed",
+    "RpcTest.test_py_raise_in_user_func": "wants the callee to print what a function raised; telegrad raises it at "
+    "the caller, with the callee's traceback, and prints nothing",
+    "RpcTest.test_rref_proxy_non_exist": _ASKS_TYPE,
+    "TensorPipeAgentRpcTest.test_rref_proxy_timeout": _ASKS_TYPE,
+    "RpcTest.test_rref_type_blocking": "looks for a function of torch's implementation in a profile",
+    "RpcTest.test_rref_type_non_blocking": "looks for a function of torch's implementation in a profile",
+    "RpcTest.test_rpc_profiling_async_function": _AFTER_RETURN,
+    "RpcTest.test_rpc_profiling_async_function_single_threaded": _AFTER_RETURN,
+    "RpcTest.test_server_process_global_profiler": "the process-global server profiler is not there; run "
+    "torch.profiler.profile in a function that is called on the worker",
+    "RpcTest.test_shutdown_errors": "wants shutdown() to fail when other workers fail in theirs; telegrad's does not "
+    "wait for workers that have left",
+    "RpcTest.test_user_rref_backward": "wants backward() of an RRef without a context to be refused away from the "
+    "owner; telegrad runs it on the owner",
+    "RpcTest.test_wait_all_exit_early_script_function": "wants what a scripted function raised as a RuntimeError; it "
+    "arrives as what it was, a torch.jit.Error",
+    "TensorPipeAgentRpcTest.test_op_with_invalid_args": "asserts the text of TorchScript's operator lookup; the "
+    "operator is called as in Python, and raises Python's TypeError",
+    "RemoteModuleTest.test_forward_async": _SCRIPTED_MODULE,
+    "RemoteModuleTest.test_forward_async_script": _SCRIPTED_MODULE,
+    "RemoteModuleTest.test_forward_sync": _SCRIPTED_MODULE,
+    "RemoteModuleTest.test_forward_sync_script": _SCRIPTED_MODULE,
+    "RemoteModuleTest.test_remote_module_py_pickle_not_supported_script": _SCRIPTED_MODULE,
+    "ThreeWorkersRemoteModuleTest.test_send_remote_module_over_the_wire_script_not_supported": _SCRIPTED_MODULE,
+    "RemoteModuleTest.test_unsupported_methods": "wants methods of a module to be refused that telegrad's "
+    "RemoteModule has",
+    "ThreeWorkersRemoteModuleTest.test_send_remote_module_over_the_wire": "asserts the list of private attributes "
+    "that travel with a RemoteModule",
+}
+
+# These wait for something that does not come here, until they are ended.
+HANG = {"DistAutogradTest.test_trainer_ps_torchscript_functions"}
