@@ -10,6 +10,7 @@
     ├── CallTimeoutError         a call outlived its deadline (also TimeoutError)
     ├── PeerLostError            the worker behind a call is gone (also ConnectionError)
     ├── ValueGoneError           a handle to a value that is gone, with its last holder
+    ├── OptimizerError           something failed on some owners of parameters
     ├── GradientError            a backward pass that cannot be run as asked for
     │   ├── UnknownContextError  no such context here: it was never known, or it has ended
     │   └── BackwardError        a backward pass that failed, on this worker or another
@@ -30,6 +31,8 @@ A remote exception arrives as its own type where that type can be rebuilt; its `
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 
 class TelegradError(RuntimeError):
@@ -78,6 +81,22 @@ class PeerLostError(TelegradError, ConnectionError):
 
 class ValueGoneError(TelegradError):
     """The value that an RRef refers to is gone: a worker was lost while it handed the RRef on."""
+
+
+class OptimizerError(TelegradError):
+    """Something failed on some owners of parameters. What the others did stays done.
+
+    `errors` has the error of each owner that failed, by its name; `done` the names of the others.
+    """
+
+    def __init__(self, what: str, errors: Mapping[str, BaseException], done: Sequence[str]) -> None:
+        told = "; ".join(f"{name!r}: {type(e).__name__}: {text_of(e)}" for name, e in errors.items())
+        super().__init__(
+            f"{what} failed on {len(errors)} of {len(errors) + len(done)} owners of parameters: {told}. "
+            f"It is done on: {list(done)}"
+        )
+        self.errors = dict(errors)
+        self.done = tuple(done)
 
 
 class GradientError(TelegradError):

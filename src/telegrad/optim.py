@@ -27,27 +27,11 @@ from torch.optim import Optimizer
 
 from . import local_optimizer, rpc
 from .current import current_worker
-from .errors import TelegradError, text_of
+from .errors import OptimizerError, TelegradError
 from .local_optimizer import NO_OPTIONS, News, Options
 from .rref import RRef
 
 __all__ = ["DistributedOptimizer", "OptimizerError", "clip_grad_norm_"]
-
-
-class OptimizerError(TelegradError):
-    """Something failed on some owners of parameters. What the others did stays done.
-
-    `errors` has the error of each owner that failed, by its name; `done` the names of the others.
-    """
-
-    def __init__(self, what: str, errors: Mapping[str, BaseException], done: Sequence[str]) -> None:
-        told = "; ".join(f"{name!r}: {type(e).__name__}: {text_of(e)}" for name, e in errors.items())
-        super().__init__(
-            f"{what} failed on {len(errors)} of {len(errors) + len(done)} owners of parameters: {told}. "
-            f"It is done on: {list(done)}"
-        )
-        self.errors = dict(errors)
-        self.done = tuple(done)
 
 
 @dataclass
