@@ -75,7 +75,7 @@ def current_worker() -> Worker:
         worker = _default if pass_ is None else pass_.worker
     if worker is None:
         raise NotStartedError(
-            "RPC has not been initialized. Call init_rpc first, or work inside `with telegrad.LocalCluster([...])`: "
+            "RPC has not been initialized. Call init_rpc() first, or work inside `with telegrad.LocalCluster([...])`: "
             "no worker in this process (Current RPC agent is not set! Did you initialize the RPC framework?)"
         )
     return worker

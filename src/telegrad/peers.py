@@ -149,26 +149,22 @@ class Peers:
         """
         peer = self._known.get(to) if isinstance(to, str | int) else None
         if peer is None:
-            peer = self._find_again(to)
+            peer = self.find(to)
         if peer.connection is not None:
             return peer, peer.connection
         try:
             return peer, self.connect(peer, timeout)
         except PeerLostError:
             # The name may belong to a new incarnation by now.
-            again = self._find_again(to)
+            again = self.find(to)
             if again.member.id == peer.member.id:
                 raise
             return again, self.connect(again, timeout)
 
-    def _find_again(self, to: str | int | WorkerInfo) -> Peer:
-        try:
-            return self.find(to)
-        except UnknownWorkerError as error:
-            known = getattr(to, "id", to)
-            if known in self._names or known in self._names.values():
-                raise PeerLostError(f"worker {to!r} has left the group") from error
-            raise
+    def was_known(self, to: str | int | WorkerInfo) -> bool:
+        """Whether there was ever such a worker, also when it is gone."""
+        id_or_name = getattr(to, "id", to)
+        return id_or_name in self._names or id_or_name in self._names.values()
 
     def connect(self, peer: Peer, timeout: float | None) -> Connection:
         """The connection with a peer, made if there is none yet.

@@ -175,6 +175,32 @@ def test_no_rref_goes_into_a_scripted_function(tmp_path: Path) -> None:
     assert "telegrad.rref.RRef" in shown
 
 
+def test_an_rpc_in_a_scripted_function_is_warned_of(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import warnings
+            import torch
+            import torch.distributed.rpc as rpc
+
+            def add(a: torch.Tensor) -> torch.Tensor:
+                return a + 1
+
+            def far(to: str) -> torch.Tensor:
+                return rpc.rpc_sync(to, add, (torch.ones(2),))
+
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.jit.script(far)
+            print([str(warning.message) for warning in caught if "RPC" in str(warning.message)])
+            """
+        )
+    )
+    shown = run("-m", "telegrad.compat", script)
+    assert "far makes an RPC from inside of TorchScript" in shown
+
+
 def test_the_agent_and_the_groups_numbers(tmp_path: Path) -> None:
     shown = run_code(
         f"""

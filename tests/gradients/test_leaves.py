@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from telegrad.gradients.leaves import Capture, GradientTable, accumulated
+from telegrad.gradients.leaves import Capture, GradientTable, accumulated, leaves_are_averaged
 
 PATIENCE = 10.0  # seconds
 
@@ -474,3 +474,62 @@ def test_what_is_added_to_grad_while_another_pass_runs_the_hooks_is_not_lost():
     torch.testing.assert_close(seen, [torch.full((3,), 2.0)])
     torch.testing.assert_close(captured[leaf], torch.full((3,), 2.0))
     torch.testing.assert_close(leaf.grad, torch.full((3,), 6.0))
+
+
+def test_a_gradient_of_several_leaves_is_none_of_theirs():
+    """Also not of the last one, when nobody else holds it any more: whoever handed it out may have its address."""
+
+    class Both(torch.autograd.Function):
+        address = 0
+
+        @staticmethod
+        def forward(ctx, a, b):
+            return a + b
+
+        @staticmethod
+        def backward(ctx, gradient):
+            Both.address = gradient.data_ptr()
+            return gradient, gradient
+
+    a, b = (torch.randn(3, requires_grad=True) for _ in range(2))
+    found = capture_backward((Both.apply(a, b) * 2).sum(), [a, b])
+    addresses = {found.get(leaf).data_ptr() for leaf in (a, b)}
+    assert len(addresses) == 2
+    assert Both.address not in addresses
+
+
+def test_a_sparse_gradient_with_expanded_parts_is_copied():
+    """More could not be added to it in place."""
+
+    def expanded(_):
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            return torch.sparse_coo_tensor(
+                torch.ones(1, 1).long().expand(1, 4), torch.ones(1, 2).expand(4, 2), (5, 2)
+            )
+
+    leaf = torch.zeros(5, 2, requires_grad=True)
+    table = capture_backward(Gives.apply(leaf, expanded).sum(), [leaf])
+    assert table.get(leaf)._values().is_contiguous()
+    table.add(leaf, table.get(leaf).clone())
+    assert torch.equal(table.get(leaf).to_dense(), 2 * expanded(None).to_dense())
+
+
+def test_what_a_module_around_the_leaves_puts_into_grad_is_the_gradient():
+    """As DistributedDataParallel does at the end of the engine call, also for leaves that were not reached."""
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    leaves_are_averaged(leaves)
+    leaves[0].grad = torch.full((2,), 7.0)
+
+    def average(_):
+        def at_the_end():
+            for leaf in leaves:
+                leaf.grad = torch.full((2,), 3.0)
+
+        torch.autograd.Variable._execution_engine.queue_callback(at_the_end)
+
+    loss = (leaves[0] * 2).sum()
+    loss.register_hook(average)
+    found = capture_backward(loss, leaves[:1])
+    assert [found.get(leaf).tolist() for leaf in leaves] == [[3.0, 3.0]] * 2
+    assert leaves[0].grad.tolist() == [7.0, 7.0]
+    assert leaves[1].grad is None

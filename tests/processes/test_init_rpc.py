@@ -175,7 +175,7 @@ def test_a_name_is_unique_among_the_living(address):
     a = join("a", address)
     try:
         with pytest.raises(
-            errors.NameTakenError, match="worker name 'a' is taken: a live worker with id 0 has it"
+            errors.NameTakenError, match="worker name 'a' is not unique: a live worker with id 0 has it"
         ):
             join("a", address)
         assert a.call("a", abs, (-1,)) == 1
@@ -344,3 +344,40 @@ class Release:
 
 def test_no_files_are_left():
     assert not list(Path("/tmp").glob("telegrad-*"))
+
+
+def test_all_of_a_group_hear_that_a_name_was_given_twice(tmp_path):
+    script = f"""
+    import telegrad.rpc as rpc
+    try:
+        rpc.init_rpc("same", rank=int(__import__("os").environ["RANK"]), world_size=3, init_method="file://{tmp_path}/s")
+    except RuntimeError as error:
+        print("is not unique" in str(error))
+    """
+    assert run_ranks([script] * 3) == ["True\n"] * 3
+
+
+def test_shutdown_does_not_wait_for_one_that_has_left(tmp_path):
+    leaves = f"""
+    import telegrad.rpc as rpc
+    rpc.init_rpc("w0", rank=0, world_size=2, init_method="file://{tmp_path}/s")
+    rpc.shutdown(graceful=False)
+    """
+    waits = f"""
+    import telegrad.rpc as rpc
+    rpc.init_rpc("w1", rank=1, world_size=2, init_method="file://{tmp_path}/s")
+    rpc.shutdown()  # for up to 60 s
+    print("ended")
+    """
+    assert run_ranks([leaves, waits]) == ["", "ended\n"]
+
+
+def test_a_group_has_one_size(tmp_path):
+    store, *_ = open_store(f"file://{tmp_path}/s", 0, None, 1.0)
+    Group(store, 2, 1.0)
+    with pytest.raises(
+        errors.RendezvousError, match="it has 2 workers, and this worker is to join a group of 3"
+    ):
+        Group(store, 3, 1.0)
+    with pytest.raises(errors.RendezvousError, match="mixes statically and dynamically initialized members"):
+        Group(store, None, 1.0)

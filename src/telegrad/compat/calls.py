@@ -11,7 +11,8 @@ import torch.distributed.rpc.api as torch_api
 from torch.distributed.rpc.internal import RPCExecMode
 
 from .. import autograd, rpc
-from ..errors import CallTimeoutError, GradientError, PeerLostError
+from ..current import current_worker
+from ..errors import CallTimeoutError, GradientError, PeerLostError, UnknownWorkerError
 from ..rref import RRef
 from . import profiling
 
@@ -64,7 +65,9 @@ def _start(
     """A worker that cannot be reached is found out by whoever waits for the answer, as with torch."""
     try:
         return rpc.rpc_async(to, func, args, kwargs, timeout)
-    except (PeerLostError, CallTimeoutError) as error:
+    except (PeerLostError, CallTimeoutError, UnknownWorkerError) as error:
+        if isinstance(error, UnknownWorkerError) and not current_worker().was_known(to):
+            raise
         failed: torch.futures.Future[Any] = torch.futures.Future()
         failed.set_exception(error.with_traceback(None))
         return failed

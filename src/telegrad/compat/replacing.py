@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -72,6 +73,7 @@ def install(options: Options | None = None) -> None:
     _change_where_imported(replaced)
     torch._jit_internal.is_rref_instance = _is_handed_to_script
     _note_averaged_leaves()
+    _warn_of_calls_in_scripts()
     profiling.follow_calls()
     follow_into_children()
 
@@ -125,6 +127,23 @@ def _note_averaged_leaves() -> None:
     parallel._ddp_init_helper = _ddp_init_helper
 
 
+def _warn_of_calls_in_scripts() -> None:
+    """TorchScript's own RPCs look for an agent of torch's in C++, and say only that there is none."""
+    before = torch._C._jit_script_compile
+
+    def _jit_script_compile(*args: Any, **kwargs: Any) -> Any:
+        compiled = before(*args, **kwargs)
+        if any(compiled.graph.findAllNodes(kind) for kind in _CALLS_IN_SCRIPTS):
+            warnings.warn(
+                f"{compiled.name} makes an RPC from inside of TorchScript, which will fail: telegrad's calls are made "
+                "from Python. Do not script the function that makes the call",
+                stacklevel=4,
+            )
+        return compiled
+
+    torch._C._jit_script_compile = _jit_script_compile
+
+
 def _not_here(name: str, instead: str) -> Callable[..., Any]:
     """For a name that telegrad has no use for: says what to use."""
 
@@ -145,6 +164,7 @@ def _is_handed_to_script(obj: object) -> bool:
     return False
 
 
+_CALLS_IN_SCRIPTS = ("prim::rpc_sync", "prim::rpc_async", "prim::rpc_remote")
 _INSTEAD_OF_INVOKE = "call rpc_sync(), rpc_async() or remote() with the function itself"
 _INSTEAD_OF_PICKLE = "send RRefs as arguments and results of calls"
 _INSTEAD_OF_GLOBAL_PROFILER = "run torch.profiler.profile in a function that you call there"
