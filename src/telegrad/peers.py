@@ -161,11 +161,6 @@ class Peers:
                 raise
             return again, self.connect(again, timeout)
 
-    def was_known(self, to: str | int | WorkerInfo) -> bool:
-        """Whether there was ever such a worker, also when it is gone."""
-        id_or_name = getattr(to, "id", to)
-        return id_or_name in self._names or id_or_name in self._names.values()
-
     def connect(self, peer: Peer, timeout: float | None) -> Connection:
         """The connection with a peer, made if there is none yet.
 

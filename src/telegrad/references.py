@@ -246,6 +246,7 @@ class References:
                 dead += self._unused_locked(owned)
         for owner, credits in back.items():
             self._tell(owner, Kind.DROP, Drop(tuple(credits)))
+        self._clear()
 
     def _unused_locked(self, entry: Owned) -> Iterable[Owned]:
         """The entry, if nobody needs it any more: it is taken out."""

@@ -531,10 +531,6 @@ class Worker:
         except TelegradError:
             return self._peers.name_of(worker_id)
 
-    def was_known(self, to: str | int | WorkerInfo) -> bool:
-        """Whether this worker has ever heard of that one, also when it is gone."""
-        return self._peers.was_known(to)
-
     def infos(self) -> list[WorkerInfo]:
         """All workers of the group, by id."""
         return [WorkerInfo(m.name, m.id) for m in self.group.members()]

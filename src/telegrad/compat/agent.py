@@ -24,7 +24,7 @@ from ..worker import Worker
 
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 _LONGEST_NAME = 128
-_LAST_DROPS = 1.0  # seconds; what others gave back before they came to the end may still be on its way
+_LAST_DROPS = 5.0  # seconds; what others gave back before they came to the end may still be on its way
 
 
 class Agent:

@@ -11,7 +11,6 @@ import torch.distributed.rpc.api as torch_api
 from torch.distributed.rpc.internal import RPCExecMode
 
 from .. import autograd, rpc
-from ..current import current_worker
 from ..errors import CallTimeoutError, GradientError, PeerLostError, UnknownWorkerError
 from ..rref import RRef
 from . import profiling
@@ -66,8 +65,8 @@ def _start(
     try:
         return rpc.rpc_async(to, func, args, kwargs, timeout)
     except (PeerLostError, CallTimeoutError, UnknownWorkerError) as error:
-        if isinstance(error, UnknownWorkerError) and not current_worker().was_known(to):
-            raise
+        if isinstance(error, UnknownWorkerError) and to not in torch_api._ALL_WORKER_NAMES:
+            raise  # it was never there
         failed: torch.futures.Future[Any] = torch.futures.Future()
         failed.set_exception(error.with_traceback(None))
         return failed
