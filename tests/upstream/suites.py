@@ -98,6 +98,6 @@ DIFFERENT = {
 # These wait for something that does not come here, until they are ended.
 HANG = {"DistAutogradTest.test_trainer_ps_torchscript_functions"}
 
-# torch deadlocks in these now and then, with its own RPC too: a DistributedDataParallel dies and joins the threads of its
-# process group while it holds the GIL, for which such a thread waits. They get another try.
+# torch deadlocks in these now and then, with its own RPC too: a DistributedDataParallel dies and joins the threads of
+# its process group while it holds the GIL, for which such a thread waits. They get another try.
 TORCH_DEADLOCKS = {f"DdpComparisonTest.{name}" for name in names_in("DdpComparisonTest")}
