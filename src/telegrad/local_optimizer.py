@@ -7,10 +7,11 @@ norms, scale      of the gradients of a context
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +27,7 @@ from .rref import RRef, _value
 Options = dict[str, Any]  # of a parameter group, without its parameters
 News = list[tuple[int, str, Any]]  # options that the caller has changed: group of the owner, name, value
 NO_OPTIONS = ("params", "param_names")
+_SAME_TOGETHER = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # to the last bit, one by one or not
 
 # One for each worker: its optimizers step one at a time, since those of several trainers have the same parameters.
 _stepping: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
@@ -74,19 +76,35 @@ class _LocalOptimizer:
             self._version = version
 
     def step_locked(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        addresses = []
         for place, param in enumerate(self._params):
-            if not _on_same_memory(param, self._twins[place]):
+            address = _address_of(param)
+            if address != _address_of(self._twins[place]):
                 self._renew(place)  # the parameter has got other memory, as by Module.to()
+            addresses.append(address)
             self._twins[place].grad = gradients.get(param)
         try:
-            self.optimizer.step()
+            with self._together():
+                self.optimizer.step()
         finally:
-            for place, param in enumerate(self._params):
-                twin = self._twins[place]
+            for place, twin in enumerate(self._twins):
                 twin.grad = None
-                if not _on_same_memory(param, twin):
-                    param.data = twin.data  # it was the optimizer that gave it other memory
+                if addresses[place] != _address_of(twin):
+                    self._params[place].data = twin.data  # it was the optimizer that gave it other memory
                     self._renew(place)
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Has torch's optimizers take the parameters of a group together (foreach), where nobody has said how: the
+        numbers are the same, and there are fewer calls."""
+        groups = [group for group in self.optimizer.param_groups if "foreach" in group and _is_open(group)]
+        for group in groups:
+            group["foreach"] = True
+        try:
+            yield
+        finally:
+            for group in groups:
+                group["foreach"] = None
 
     def _renew(self, place: int) -> None:
         old, new = self._twins[place], _twin(self._params[place])
@@ -158,11 +176,16 @@ def _twin(param: torch.Tensor) -> torch.Tensor:
     return twin
 
 
-def _on_same_memory(param: torch.Tensor, twin: torch.Tensor) -> bool:
-    if param.layout is not torch.strided:
-        return True
-    # The twin keeps its memory, so the same address is the same memory.
-    return param.data_ptr() == twin.data_ptr() and param.shape == twin.shape and param.dtype == twin.dtype
+def _address_of(tensor: torch.Tensor) -> int:
+    """A twin keeps its memory, so the same address is the same memory."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _is_open(group: Options) -> bool:
+    """Whether it is left to torch how a step is made."""
+    return group["foreach"] is None and not (
+        group.get("fused") or group.get("differentiable") or group.get("capturable")
+    )
 
 
 def create(
