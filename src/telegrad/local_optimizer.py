@@ -95,9 +95,10 @@ class _LocalOptimizer:
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """Has torch's optimizers take the parameters of a group together (foreach), where nobody has said how: the
-        numbers are the same, and there are fewer calls."""
-        groups = [group for group in self.optimizer.param_groups if "foreach" in group and _is_open(group)]
+        """Has the parameters of a group taken together (foreach), where nobody has said how: there are fewer calls."""
+        groups: list[Options] = []
+        if type(self.optimizer) in _SAME_TOGETHER:
+            groups = [group for group in self.optimizer.param_groups if _is_open(group)]
         for group in groups:
             group["foreach"] = True
         try:
