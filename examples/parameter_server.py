@@ -32,7 +32,8 @@ class Server:
     def __init__(self) -> None:
         self.model = new_model()
         handles = [rpc.RRef(parameter) for parameter in self.model.parameters()]
-        self.optimizer = DistributedOptimizer(torch.optim.SGD, handles, lr=0.05, momentum=0.5)
+        # Others step between a trainer's pull and its step. More than this would diverge, as it would in one process.
+        self.optimizer = DistributedOptimizer(torch.optim.SGD, handles, lr=0.02)
 
     def pull(self) -> dict[str, Tensor]:
         return dict(self.model.named_parameters())
