@@ -251,9 +251,11 @@ def test_it_is_passed_on_by_those_who_got_it():
 @pytest.mark.parametrize("owner", ["driver", "a", "b", "c"])
 def test_the_value_lives_while_any_handle_lives(owner):
     rref = rpc.remote(owner, Counter, args=(1,)) if owner != "driver" else RRef(Counter(1))
-    rpc.rpc_sync("b", keep, args=(rref.remote().add(6),))
+    seven = rref.remote().add(6)
+    assert seven.to_here() == 7  # before it is added to again
+    rpc.rpc_sync("b", keep, args=(seven,))
     rpc.rpc_sync("b", keep, args=(rref,))
-    del rref
+    del rref, seven
     back = rpc.rpc_sync("b", take_back)
     assert back.rpc_sync().add(1) == 8
     assert rpc.rpc_sync("b", read_kept) == 7
