@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-from .rref import RRef, _value
+from .rref import RRef, value_here
 
 Hook = Callable[..., Any]
 Named = list[tuple[str, RRef[Any]]]
@@ -38,7 +38,7 @@ def adopt(module: nn.Module, device: str) -> nn.Module:
 
 
 def forward(id: int, /, *args: Any, **kwargs: Any) -> Any:
-    module: nn.Module = _value(id)
+    module: nn.Module = value_here(id)
     device = _device_of(module)
     if device.type == "cpu":
         return module(*args, **kwargs)
@@ -61,15 +61,15 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def run(id: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    getattr(_value(id), method)(*args, **kwargs)
+    getattr(value_here(id), method)(*args, **kwargs)
 
 
 def members(id: int, which: str, asked: dict[str, Any]) -> Named:
-    return [(name, RRef(value)) for name, value in getattr(_value(id), which)(**asked)]
+    return [(name, RRef(value)) for name, value in getattr(value_here(id), which)(**asked)]
 
 
 def state_dict(id: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    state = _value(id).state_dict()
+    state = value_here(id).state_dict()
     return dict(state), dict(getattr(state, "_metadata", {}))
 
 
@@ -77,7 +77,7 @@ def load_state_dict(
     id: int, state: dict[str, Any], versions: Mapping[str, Any] | None, assign: bool
 ) -> tuple[list[str], list[str], str]:
     """What was missing, what was too much, and what was wrong."""
-    module: nn.Module = _value(id)
+    module: nn.Module = value_here(id)
     if versions is None:  # that they are of today is the best guess
         versions = {name: {"version": part._version} for name, part in module.named_modules()}
     found = _StateDict(state)
@@ -94,8 +94,8 @@ class _StateDict(dict[str, Any]):
 
 
 def change_dtypes(id: int, changes: dict[torch.dtype, torch.dtype]) -> None:
-    _value(id)._apply(lambda tensor: tensor.to(changes.get(tensor.dtype, tensor.dtype)))
+    value_here(id)._apply(lambda tensor: tensor.to(changes.get(tensor.dtype, tensor.dtype)))
 
 
 def register(id: int, method: str, hook: Hook, options: dict[str, Any]) -> RRef[RemovableHandle]:
-    return RRef(getattr(_value(id), method)(hook, **options))
+    return RRef(getattr(value_here(id), method)(hook, **options))

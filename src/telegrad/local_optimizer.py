@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from . import autograd, current
 from .current import current_worker
 from .errors import CallTimeoutError
-from .rref import RRef, _value
+from .rref import RRef, value_here
 
 Options = dict[str, Any]  # of a parameter group, without its parameters
 News = list[tuple[int, str, Any]]  # options that the caller has changed: group of the owner, name, value
@@ -197,20 +197,20 @@ def create(
 
 
 def step(id: int, version: int, news: News | None, context_id: int) -> None:
-    local: _LocalOptimizer = _value(id)
+    local: _LocalOptimizer = value_here(id)
     gradients = _gradients(context_id)
     with local.locked(version, news):
         local.step_locked(gradients)
 
 
 def zero_grad(id: int, version: int, news: News | None, set_to_none: bool) -> None:
-    local: _LocalOptimizer = _value(id)
+    local: _LocalOptimizer = value_here(id)
     with local.locked(version, news):
         local.zero_grad(set_to_none)
 
 
 def state_dict(id: int, version: int, news: News | None) -> tuple[dict[Any, Any], list[Options]]:
-    local: _LocalOptimizer = _value(id)
+    local: _LocalOptimizer = value_here(id)
     with local.locked(version, news):
         # Copied before the next step, which changes it in place.
         return copy.deepcopy(local.optimizer.state_dict()["state"]), copy.deepcopy(local.options())
@@ -219,7 +219,7 @@ def state_dict(id: int, version: int, news: News | None) -> tuple[dict[Any, Any]
 def load_state_dict(
     id: int, version: int, news: News | None, state: dict[Any, Any], options: list[Options]
 ) -> None:
-    local: _LocalOptimizer = _value(id)
+    local: _LocalOptimizer = value_here(id)
     with local.locked(version, news):
         groups = local.optimizer.state_dict()["param_groups"]
         new = [{**o, "params": group["params"]} for o, group in zip(options, groups, strict=True)]

@@ -112,12 +112,12 @@ class RemoteModule(nn.Module):
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
         """The same, and returns the result's future. Hooks of the object here do not run."""
         rref = self.module_rref
-        rref._check_creation()
+        rref.check_creation()
         return rpc.rpc_async(rref.entry.owner, local_module.forward, (rref.entry.id, *args), kwargs)
 
     def _call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         rref = self.module_rref
-        rref._check_creation()
+        rref.check_creation()
         return rpc.rpc_sync(rref.entry.owner, function, (rref.entry.id, *args), kwargs)
 
     def _there(self, method: str, *args: Any, **kwargs: Any) -> RemoteModule:

@@ -235,17 +235,14 @@ class References:
 
     def let_all_go(self) -> None:
         """As if all handles here had died. Those that are still there refer to nothing any more."""
-        back: dict[int, list[tuple[int, int]]] = {}
         dead: list[Owned] = []
         with self._lock:
             for held in self._held.values():
-                back.setdefault(held.owner, []).append((held.id, held.credits))
+                self._back.setdefault(held.owner, []).append((held.id, held.credits))
             self._held.clear()
             for owned in list(self._owned.values()):
                 owned.handles = 0
                 dead += self._unused_locked(owned)
-        for owner, credits in back.items():
-            self._tell(owner, Kind.DROP, Drop(tuple(credits)))
         self._clear()
 
     def _unused_locked(self, entry: Owned) -> Iterable[Owned]:
@@ -325,14 +322,19 @@ class References:
 
     def _find(self, id: int) -> Owned:
         with self._lock:
-            entry = self._owned.get(id)
-            if entry is None and id not in self._gone and sender_of(id) not in self._lost:
-                entry = self._expect_locked(id)
+            entry = self._live_locked(id)
         if entry is None:
             raise ValueGoneError(
                 f"the value {id} of worker {self._name!r} is gone: the last handle to it has gone, or a worker that "
                 "had one"
             )
+        return entry
+
+    def _live_locked(self, id: int) -> Owned | None:
+        """A value of this worker, which may still have to be created; None if it is gone."""
+        entry = self._owned.get(id)
+        if entry is None and id not in self._gone and sender_of(id) not in self._lost:
+            entry = self._expect_locked(id)
         return entry
 
     def _expect_locked(self, id: int) -> Owned:
@@ -418,9 +420,7 @@ class References:
         match body:
             case Hold(id, loan):
                 with self._lock:
-                    entry = self._owned.get(id)
-                    if entry is None and id not in self._gone and sender_of(id) not in self._lost:
-                        entry = self._expect_locked(id)
+                    entry = self._live_locked(id)
                     if entry is not None:
                         entry.credits[peer] = entry.credits.get(peer, 0) + 1
                 return partial(self._tell, sender_of(loan), Kind.RETURN, Return(loan))

@@ -125,12 +125,12 @@ class RRef(Handle, Generic[T]):
         if isinstance(entry, Owned):
             return self._worker.references.value_of(entry, self._limit(timeout))  # type: ignore[no-any-return]
         self._check_open("to_here() on it")
-        self._check_creation()
+        self.check_creation()
         return self._worker.call(entry.owner, _fetch, (entry.id,), None, _given(timeout))  # type: ignore[no-any-return]
 
     def to_here_async(self, timeout: float = UNSET_TIMEOUT) -> torch.futures.Future[T]:
         """The value's future, which can be waited for and awaited. `await rref` does the same."""
-        self._check_creation()
+        self.check_creation()
         return self._worker.call_async(self.entry.owner, _fetch, (self.entry.id,), None, _given(timeout))
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -165,7 +165,7 @@ class RRef(Handle, Generic[T]):
         """The value's type, or its future."""
         if blocking and self.is_owner():
             return type(self.local_value())
-        self._check_creation()
+        self.check_creation()
         future = self._worker.call_async(self.entry.owner, _type_of, (self.entry.id,), None, _given(timeout))
         return future.wait() if blocking else future
 
@@ -204,7 +204,7 @@ class RRef(Handle, Generic[T]):
         default = self._worker.options.rpc_timeout
         return effective_timeout(_given(timeout), default, serving.deadline if serving else None)
 
-    def _check_creation(self) -> None:
+    def check_creation(self) -> None:
         """Raises if it is known already that the value was not created."""
         creation = getattr(self.entry, "creation", None)
         if creation is None or creation.make_error is None:
@@ -232,7 +232,7 @@ class _Methods:
         rref = self._rref
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            rref._check_creation()
+            rref.check_creation()
             all_args = (rref.entry.id, name, args, kwargs)
             return self._call(rref.entry.owner, _invoke, all_args, None, _given(self._timeout))
 
@@ -282,7 +282,8 @@ def _fetch(id: int) -> Any:
     return found
 
 
-def _value(id: int) -> Any:
+def value_here(id: int) -> Any:
+    """A value of this worker, once it was created; at most until the deadline of the call that asks for it."""
     serving = current.current_serving()
     limit = effective_timeout(0, 0, serving.deadline if serving else None)
     return current_worker().references.find(id, limit)
@@ -290,15 +291,15 @@ def _value(id: int) -> Any:
 
 @_may_wait
 def _invoke(id: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return getattr(_value(id), name)(*args, **kwargs)
+    return getattr(value_here(id), name)(*args, **kwargs)
 
 
 def _type_of(id: int) -> type:
-    return type(_value(id))
+    return type(value_here(id))
 
 
 def _backward(id: int, context_id: int, retain_graph: bool) -> None:
-    _backward_from(_value(id), context_id, retain_graph)
+    _backward_from(value_here(id), context_id, retain_graph)
 
 
 def _backward_from(value: Any, context_id: int, retain_graph: bool) -> None:

@@ -95,10 +95,7 @@ def _replacements() -> Iterator[tuple[types.ModuleType, dict[str, Any]]]:
     yield torch.distributed.autograd, {"context": autograd.context}
     yield torch.futures, {"wait_all": calls.wait_all}
     for name, own_module, modules in _CLASSES:
-        try:
-            found = getattr(importlib.import_module(own_module, __package__), name)
-        except ImportError:
-            continue
+        found = getattr(importlib.import_module(own_module, __package__), name)
         for module_name in modules:
             yield importlib.import_module(module_name), {name: found}
 
