@@ -339,6 +339,11 @@ def same_in_any_order(some: list[Any], others: list[Any]) -> bool:
     return not left
 
 
+# Programs that change in place what torch itself needs unchanged: some 2 of 100,000.
+_REFUSALS = ("modified by an inplace operation", "has been modified inplace")
+REFUSED = "refused by torch itself"
+
+
 def check_graph(party: Party, program: Program, seed: int = 0, traits: Counter[str] | None = None) -> None:
     """Runs a program in both ways and compares. `seed` is for what holds its messages up.
 
@@ -349,9 +354,11 @@ def check_graph(party: Party, program: Program, seed: int = 0, traits: Counter[s
         try:
             expected = run_locally(program, traits=traits)
         except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
+            if not any(text in str(error) for text in _REFUSALS):
                 raise
-            return  # a graph that torch cannot differentiate either: one of some 50,000
+            if traits is not None:
+                traits[REFUSED] += 1
+            return
         compare(expected, party.run(program, seed))
     except Exception as error:
         error.add_note(f"seed {seed}: {program}")
