@@ -110,9 +110,9 @@ class Party:
         self._rng = Random(0)
         self._delays = False
         self._undo = contextlib.ExitStack()
-        self._sent: list[
-            tuple[int, int, str]
-        ] = []  # gradients: from, to, of which Send; appended by any thread
+        # Guards the four below: threads of all workers note what they see.
+        self._noting = threading.Lock()
+        self._sent: list[tuple[int, int, str]] = []  # gradients: from, to, of which Send
         self._received: list[tuple[int, int, str]] = []
         self._on_the_way: Counter[tuple[int, int, str]] = Counter()  # sent, and not yet seen to be received
         self._forgotten: dict[int, int] = {}  # by worker: messages with lower ids do not count any more
@@ -140,12 +140,15 @@ class Party:
         def see(event: Event) -> None:
             if event.phase != "started":
                 return
-            if event.kind == "gradients" and not self._is_forgotten(event.detail):
+            if event.kind == "gradients":
                 peer = self.names.index(event.peer)
-                if event.stage == "send":
-                    self._sent.append((number, peer, event.detail))
-                else:
-                    self._received.append((peer, number, event.detail))
+                with self._noting:
+                    if self._is_forgotten(event.detail):
+                        pass
+                    elif event.stage == "send":
+                        self._sent.append((number, peer, event.detail))
+                    else:
+                        self._received.append((peer, number, event.detail))
             if self._delays and self._rng.random() < 0.25:
                 time.sleep(self._rng.random() ** 4 * 0.002)
 
@@ -194,9 +197,10 @@ class Party:
         try:
             self.check_nothing_is_left(messages=False)
         finally:
-            self._forgotten = {worker.id: worker.new_message_id() for worker in self._workers}
-            for noted in (self._sent, self._received, self._on_the_way):
-                noted.clear()
+            with self._noting:
+                self._forgotten = {worker.id: worker.new_message_id() for worker in self._workers}
+                for noted in (self._sent, self._received, self._on_the_way):
+                    noted.clear()
 
     def _run_passes(self, wire: RemoteWire, outcome: Outcome) -> None:
         for number, each in enumerate(wire.program.passes):
@@ -209,11 +213,13 @@ class Party:
             except RuntimeError as error:
                 outcome.error = error
                 return
-            sent = Counter(self._sent)
-            self._sent.clear()
+            with self._noting:
+                sent = Counter(self._sent)
+                self._sent.clear()
             assert max(sent.values(), default=1) == 1, f"gradients went more than once: {sent}"
             outcome.messages += Counter((sender, receiver) for sender, receiver, _ in sent)
-            self._on_the_way += sent
+            with self._noting:
+                self._on_the_way += sent
 
     def _collect(self, wire: RemoteWire, places: list[Place], outcome: Outcome) -> None:
         if outcome.error is not None:
@@ -248,7 +254,8 @@ class Party:
                 with self.on(number):
                     left[name] = {what: n for what, n in counts(autograd.debug_info()) if n}
             if messages:
-                received = Counter(self._received)
+                with self._noting:
+                    received = Counter(self._received)
                 left["not received"] = dict(self._on_the_way - received)
                 left["received and not sent"] = dict(received - self._on_the_way)
             left = {where: what for where, what in left.items() if what}
