@@ -15,13 +15,15 @@ def _rpc() -> Any:
     """The side that runs in this process."""
     import torch.distributed.rpc as theirs
 
-    import telegrad.current
+    import telegrad.rpc
+    from telegrad.current import current_worker
+    from telegrad.errors import NotStartedError
 
-    if telegrad.current.default_worker() is not None:
-        import telegrad.rpc
-
-        return telegrad.rpc
-    return theirs
+    try:
+        current_worker()  # a call may be served before init_rpc() has returned in this process
+    except NotStartedError:
+        return theirs
+    return telegrad.rpc
 
 
 def negated(x: Tensor) -> Tensor:
