@@ -30,6 +30,7 @@ PUBLIC_IN_AUTOGRAD = {
     "debug_info",
     "get_gradients",
     "grad",
+    "graph",
     "is_available",
     "update_gradient",
 }

@@ -1,8 +1,8 @@
 """What a pass awaits on a worker: as plain numbers, which can travel and be kept, and in words for an error.
 
-    LocalPass.describe()  -> PartState, of a pass that runs
-    Context.failed        -> PartState, of the last pass that failed there
-    explain(states)       -> "Awaited: Send of message 5 on worker 'a' from worker 'b'. ..."
+LocalPass.describe()  -> PartState, of a pass that runs
+Context.failed        -> PartState, of the last pass that failed there
+explain(states)       -> "Awaited: Send of message 5 on worker 'a' from worker 'b'. ..."
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ def explain(
     if said:
         more = [f"and {len(said) - _MOST} more"] if len(said) > _MOST else []
         sentences.append(f"Awaited: {'; '.join(said[:_MOST] + more)}.")
-    running = [
-        s.worker for s in states if not (s.awaited or s.is_done or s.has_failed or s.worker in lost)
-    ]
+    running = [s.worker for s in states if not (s.awaited or s.is_done or s.has_failed or s.worker in lost)]
     if running:
         sentences.append(f"{_workers(running, name_of)} nothing: the pass runs there.")
     quiet = sorted(silent)
