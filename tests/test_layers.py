@@ -25,7 +25,7 @@ LAYERS = """
     rpc autograd
     rref graph
     worker functions graph_drawing
-    graph_folding
+    graph_folding graph_words
     mail
     dispatch peers reading shutdown gradients.engine
     references asking

@@ -1,7 +1,7 @@
 """The distributed graph of a context: gathered from all workers that have a part of it, and shown.
 
     gather(worker, context_id, roots)  -> asks the workers that the context knows, and those that they know
-    Graph                              what was found, to inspect; graph_drawing.py makes pictures of it
+    Graph                              what was found, to inspect; graph_drawing.py and graph_words.py show it
 
 Only plain data travels (gradients/snapshot.py). A worker that is gone or does not answer is shown as such, and what
 its peers know of it is there.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import graph_drawing
+from . import graph_drawing, graph_words
 from .asking import ask
 from .current import current_worker
 from .errors import CallTimeoutError, PeerLostError, UnknownWorkerError, text_of
@@ -125,7 +125,7 @@ class Graph:
         return graph_drawing.html(self)
 
     def __str__(self) -> str:
-        return graph_drawing.outline(self)
+        return graph_words.outline(self)
 
     def __repr__(self) -> str:
         return (

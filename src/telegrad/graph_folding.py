@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .graph import Graph
 
 DETAILS = ("nodes", "chains", "blocks", "groups", "workers")
-_ENOUGH = {"chains": 64, "blocks": 64, "groups": 100}  # items that a picture of this detail may have
+_ENOUGH = {"chains": 40, "blocks": 60, "groups": 100}  # items that a picture of this detail may have
 _CHAIN = 3  # nodes in a row that are drawn as one
 
 
@@ -190,6 +190,9 @@ def _by_group(links: _Links) -> list[Key]:
         key = ("group", first.worker_id, frozenset(names.items()), peers, first.active)
         for place in places:
             keys[place] = key
+    for place, node in enumerate(links.nodes):
+        if isinstance(node, Send):  # of what is only passed on
+            keys[place] = ("sent", node.worker_id, node.peer_id, node.active, node.awaited)
     _absorb(links, keys, lambda place: isinstance(links.nodes[place], Leaf))
     return keys
 

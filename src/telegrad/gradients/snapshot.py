@@ -143,15 +143,13 @@ class _Taker:
         self._leaves: list[torch.Tensor] = []
 
     def take(self, graph: Graph, sends: list[Sent], roots: Sequence[torch.Tensor]) -> None:
-        node: Any
         for node in graph.known:  # what a node leads to comes before it
-            if node is None:
-                continue
-            if node.__class__ is AccumulateGrad:
+            kind = type(node)
+            if kind is AccumulateGrad:
                 self._places[id(node)] = self._leaf(node.variable)
-            elif node.__class__ is RecvNode:
+            elif kind is RecvNode:
                 self._places[id(node)] = self._part.add(self._recv(node))
-            else:
+            elif node is not None:
                 self._operation(node)
         for sent in sends:
             if sent.is_leaf:
