@@ -137,16 +137,15 @@ class Graph:
 def part_here(
     context_id: int, also: Sequence[int], with_passes: bool, roots: Sequence[torch.Tensor] = ()
 ) -> Part | None:
-    """This worker's part; None if it does not know the context. `with_passes`: with the roots of passes that were begun
-    here and run. Called by whoever gathers."""
+    """This worker's part; None if it has none. Called by whoever gathers. `also` are tensors that it has sent in other
+    contexts; `with_passes`: with the roots of passes that were begun here and run."""
     worker = current_worker()
     context = worker.contexts.find(context_id)
-    if context is None:
-        return None
     running = worker.engine.roots_of(context_id) if with_passes else []
-    part = take(worker.id, worker.contexts, context, [*roots, *running], also)
+    others = [other for other in worker.contexts.all() if other is not context] if also else []
+    part = take(worker.id, context, others, also, [*roots, *running])
     part.passes = tuple(worker.engine.states_of(context_id))
-    return part
+    return part if context is not None or part.nodes else None
 
 
 def gather(worker: Worker, context_id: int, roots: Sequence[torch.Tensor], seconds: float) -> Graph:
@@ -213,8 +212,9 @@ class _Gathering:
         for id, part in answers.items():
             if part is not None:
                 self.parts[id] = part
+                self.silent.pop(id, None)
             else:
-                self._note_silent(id, "no part", "it does not know the context")
+                self._note_silent(id, "no part", "it has nothing of this context")
         for id, error in errors.items():
             is_gone = isinstance(error, PeerLostError | UnknownWorkerError)
             late = isinstance(error, CallTimeoutError)
@@ -228,10 +228,11 @@ class _Gathering:
     def _find_others_tensors(self) -> set[int]:
         """Received tensors whose Send was not told of, since it belongs to another context; the workers to ask."""
         told = {n.id for part in self.parts.values() for n in part.nodes if isinstance(n, Send)}
+        answering = {*self.parts, *(id for id, worker in self.silent.items() if worker.status == "no part")}
         workers = set()
         for part in list(self.parts.values()):
             for node in part.nodes:
-                if isinstance(node, Recv) and node.id not in told and node.peer_id in self.parts:
+                if isinstance(node, Recv) and node.id not in told and node.peer_id in answering:
                     asked = self._also.setdefault(node.peer_id, set())
                     if node.id not in asked:
                         asked.add(node.id)

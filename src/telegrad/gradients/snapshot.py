@@ -1,6 +1,6 @@
 """One worker's part of a context's graph, as plain data: what a picture is made of.
 
-    take(contexts, context, roots)  -> Part: nodes and edges, in the order of the computation
+    take(context, roots)  -> Part: nodes and edges, in the order of the computation
 
 A Part holds numbers and names only. It travels, and it keeps no node, tensor or context alive. Taking it changes
 nothing, so it can be taken at any time, also while a pass runs.
@@ -8,17 +8,15 @@ nothing, so it can be taken at any time, also while a pass runs.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..errors import GradientError
 from ..messages import COUNTER_BITS, sender_of
 from .awaited import PartState
-from .contexts import Context, Contexts, Sent
+from .contexts import Context, Sent
 from .local_graph import Edge as TorchEdge
 from .local_graph import Graph
 from .nodes import AccumulateGrad, RecvNode
@@ -108,22 +106,24 @@ class Part:
 
 def take(
     worker_id: int,
-    contexts: Contexts,
-    context: Context,
-    roots: Sequence[torch.Tensor] = (),
+    context: Context | None,
+    others: Sequence[Context] = (),
     also: Iterable[int] = (),
+    roots: Sequence[torch.Tensor] = (),
 ) -> Part:
     """The part of a context's graph that is on this worker: what its Sends, its Recvs and the roots lead to. `also`
     are tensors that this worker has sent in other contexts, and that the graph goes on from."""
-    sends = list(context.sends.values())
-    for id in also:
-        with contextlib.suppress(GradientError):
-            sends.append(contexts.find_sent(context, id))
-    starts: list[TorchEdge] = [sent.edge for sent in sends if not sent.is_leaf]
+    sends: list[Sent] = []
+    part = Part(worker_id)
+    starts: list[TorchEdge] = []
+    if context is not None:
+        sends += list(context.sends.values())
+        starts += [(node, 0) for node in list(context.received.values())]
+        part.known_workers = tuple(context.known_workers)
+    sends += [sent for id in also for other in others if (sent := other.sends.get(id)) is not None]
+    starts += [sent.edge for sent in sends if not sent.is_leaf]
     starts += [(root.grad_fn, 0) for root in roots if root.grad_fn is not None]
-    starts += [(node, 0) for node in list(context.received.values())]
     graph = Graph(lambda members: -1)  # a walk of its own: the context's is left alone
-    part = Part(worker_id, known_workers=tuple(context.known_workers))
     try:
         graph.walk(starts)
         _Taker(part).take(graph, sends, roots)
