@@ -255,7 +255,7 @@ def _rendered(source: str, form: str) -> bytes:
             "or take .dot() and draw it elsewhere"
         ) from error
     try:
-        drawn: bytes = graphviz.Source(source).pipe(format=form, quiet=True)
+        drawn: bytes = graphviz.pipe("dot", form, source.encode(), quiet=True)
         return drawn
     except graphviz.ExecutableNotFound as error:
         raise DrawingError(
