@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 _INK, _PALE, _GREY, _RED, _BLUE = "#24292f", "#6e7781", "#b6bcc4", "#d1242f", "#0b62c4"
 _NAMES_SHOWN = 3  # kinds of operations in the label of a fold
 _LEAVES_SHOWN = 2
+# Operations that compute nothing: where not all are named, these are left out first.
+_VIEWS = (
+    "Alias", "AsStrided", "Clone", "Expand", "Permute", "Reshape", "Select", "Slice", "Squeeze", "T", "Transpose",
+    "UnsafeView", "Unsqueeze", "View",
+)  # fmt: skip
 
 
 # -- graphviz's language ------------------------------------------------------------------------------------
@@ -47,7 +52,7 @@ def dot(graph: Graph, detail: str = "auto") -> str:
         "digraph telegrad {",
         f'  graph [fontname="Helvetica", fontsize=12, fontcolor="{_INK}", nodesep=0.3, ranksep=0.3, pad=0.2, '
         f"newrank=true, "
-        f"bgcolor=white, labelloc=b, labeljust=l, label={_rich(*_caption(graph, picture), left=True)}];",
+        f"bgcolor=white, labelloc=b, labeljust=l, label={_rich(*_caption(graph, picture), align='left')}];",
         f'  node [fontname="Helvetica", fontsize=10, fontcolor="{_INK}", color="{_PALE}", shape=box, '
         'style="rounded,filled", fillcolor=white, margin="0.1,0.05", height=0.3];',
         f'  edge [fontname="Helvetica", fontsize=8, fontcolor="{_PALE}", color="{_PALE}", arrowsize=0.6];',
@@ -60,18 +65,17 @@ def dot(graph: Graph, detail: str = "auto") -> str:
 
 def _caption(graph: Graph, picture: Picture) -> list[tuple[str, str]]:
     said = [(f"context {graph.context_id}: {size_of(graph)}", _INK)]
-    how = {
-        "nodes": "",
-        "chains": "",
-        "blocks": "What is between the same messages is drawn as one. ",
-        "groups": "What is between messages is drawn as one, and so is what is alike. ",
-        "workers": "What a worker does is drawn as one. ",
-    }[picture.detail]
-    if any(node.active is False for node in graph.nodes):
-        how += "Grey: the roots do not lead there. "
+    folded = {
+        "blocks": "What is between the same messages is drawn as one.",
+        "groups": "What is between messages is drawn as one, and so is what is alike.",
+        "workers": "What a worker does is drawn as one.",
+    }
+    if picture.detail in folded:
+        said.append((folded[picture.detail], _PALE))
     if graph.sends:
-        how += "Blue: what was sent. Gradients go against the arrows."
-    said.append((how, _PALE))
+        said.append(("Blue: what was sent. Gradients go against the arrows.", _PALE))
+    if any(node.active is False for node in graph.nodes):
+        said.append(("Grey: the roots do not lead there.", _PALE))
     said += [(line, _RED) for line in pass_lines(graph)[:4]]
     return said
 
@@ -87,9 +91,10 @@ def _worker_box(graph: Graph, part: WorkerPart, picture: Picture) -> list[str]:
     look = f'style="rounded,filled", fillcolor="#f6f8fa", color="{_RED if trouble else _GREY}"'
     if not is_here:
         look = f'style="rounded,filled,dashed", fillcolor="#f0f0f0", color="{_RED}"'
+    side = "left" if part is graph.workers[0] else "right"  # arrows come in from the left, mostly
     lines = [
         f"  subgraph cluster_{part.id} {{",
-        f"    graph [label={_rich(*title, bold=True, left=True)}, labelloc=t, {look}];",
+        f"    graph [label={_rich(*title, bold=True, align=side)}, labelloc=t, labeljust={side[0]}, {look}];",
     ]
     lines += [f"    {_item(place, picture.items[place], part)}" for place in items]
     if not items:
@@ -142,10 +147,13 @@ def _leaf_lines(leaves: Sequence[Node], ink: str) -> list[tuple[str, str]]:
 def _fold_lines(nodes: Sequence[Node], ink: str) -> list[tuple[str, str]]:
     operations = [node for node in nodes if isinstance(node, Operation)]
     leaves = [node for node in nodes if isinstance(node, Leaf)]
-    names = [times(name, n) for name, n in Counter(node.name for node in operations).most_common()]
-    lines = [(f"{counted(len(operations), 'node')}:", ink)]
+    found = Counter(node.name for node in operations).most_common()
+    names = [times(name, n) for name, n in sorted(found, key=lambda name: _is_view(name[0]))]
     shown = _NAMES_SHOWN if len(names) > _NAMES_SHOWN + 1 else len(names)
-    lines += [(name, ink) for name in names[:shown]]
+    if len(operations) == 1:
+        lines = [(names[0], ink)]
+    else:
+        lines = [(f"{counted(len(operations), 'node')}:", ink), *((name, ink) for name in names[:shown])]
     if len(names) > shown:
         lines.append((f"and {len(names) - shown} more kinds", _PALE))
     if leaves:
@@ -153,6 +161,10 @@ def _fold_lines(nodes: Sequence[Node], ink: str) -> list[tuple[str, str]]:
         total = bytes_of(sum(leaf.nbytes for leaf in leaves))
         lines.append((f"{counted(len(leaves), 'leaf')}, {total}: {some(shapes, _LEAVES_SHOWN)}", "#2c7a45"))
     return lines
+
+
+def _is_view(name: str) -> bool:
+    return name.rstrip("0123456789").removesuffix("Backward") in _VIEWS
 
 
 def _arrow(arrow: Arrow, picture: Picture) -> str:
@@ -204,7 +216,7 @@ def _described(node: Node) -> str:
     return text
 
 
-def _rich(*lines: tuple[str, str], bold: bool = False, left: bool = False) -> str:
+def _rich(*lines: tuple[str, str], bold: bool = False, align: str = "center") -> str:
     """A label of several lines, each with its colour; the first one is larger, and may be bold."""
     parts = []
     for number, (text, colour) in enumerate(lines):
@@ -213,8 +225,8 @@ def _rich(*lines: tuple[str, str], bold: bool = False, left: bool = False) -> st
             escaped = f"<b>{escaped}</b>"
         size = "" if number == 0 else ' point-size="8"'
         parts.append(f'<font color="{colour}"{size}>{escaped}</font>')
-    new_line = '<br align="left"/>' if left else "<br/>"
-    return f"<{new_line.join(parts)}{new_line if left else ''}>"
+    new_line = f'<br align="{align}"/>'
+    return f"<{new_line.join(parts)}{new_line if len(parts) > 1 else ''}>"
 
 
 def _beside(lines: Sequence[str], colour: str) -> str:

@@ -256,7 +256,7 @@ def _absorb(links: _Links, keys: list[Key], may_join: Callable[[int], bool]) -> 
             keys[place] = ("received", node.worker_id, node.peer_id, users, node.active)
         elif may_be_hidden and len(users) == 1 and may_join(place) and _same_activity(nodes, place, links):
             keys[place] = next(iter(users))
-        elif isinstance(node, Leaf) and users and may_be_hidden:
+        elif isinstance(node, Leaf) and users:
             keys[place] = ("leaves", node.worker_id, users, node.active)
 
 
