@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from random import Random
 
 import fault_programs as programs
 import pytest
@@ -28,10 +29,13 @@ from fault_programs import (
     wait_at_gate,
     wait_for_arrival,
 )
+from graph_maker import make_program
+from random_graphs import Party, check_graph
 from torch import Tensor
 
 import telegrad
-from telegrad import autograd, errors, rpc
+from telegrad import autograd, current, errors, rpc
+from telegrad.gradients.planning import edge_of
 from telegrad.graph import Graph, Leaf, Node, Operation, Recv, Root, Send
 
 _kept: dict[str, Tensor] = {}  # leaves of in-process workers
@@ -247,6 +251,33 @@ def test_what_is_active_is_what_a_pass_sends_gradients_for(workers):
         autograd.backward(context_id, [loss])
     assert graph.unused
     assert seen == {f"of message {send.message}" for send in graph.sends if send.active}
+
+
+def test_random_graphs_reach_what_is_planned_for_them(monkeypatch):
+    """Which Sends the gathered graph leads to, with no look at the log, is what a pass plans by the log alone."""
+    backward, seen = autograd.backward, []
+    monkeypatch.setattr(telegrad.graph, "_logged", lambda worker, own: set())
+
+    def look_first(context_id, roots, *args, **kwargs):
+        worker = current.current_worker()
+        graph = autograd.graph(context_id, roots)
+        edges = [edge_of(root) for root in roots]
+        context = worker.contexts.get(context_id)
+        with context.lock:
+            reach, _, _ = context.graph.walk_once(edges)
+        plan = worker.engine._planner.plan(reach, edges)
+        planned = {id for ids in plan.sends.values() for id in ids}
+        seen.append(({send.id for send in graph.sends if send.active}, planned, len(graph.unused)))
+        return backward(context_id, roots, *args, **kwargs)
+
+    monkeypatch.setattr(autograd, "backward", look_first)
+    with Party() as party:
+        for seed in range(150):
+            check_graph(party, make_program(Random(seed)))
+    assert len(seen) > 150
+    assert all(found == planned for found, planned, _ in seen)
+    assert sum(len(planned) for _, planned, _ in seen) > 300
+    assert sum(unused > 0 for _, _, unused in seen) > 10
 
 
 def test_it_can_be_asked_for_anywhere_and_sent(workers):
