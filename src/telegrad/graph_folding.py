@@ -151,7 +151,8 @@ def _by_chain(links: _Links) -> list[Key]:
         if len(links.used[place]) == 1:
             before = links.used[place][0]
             if before in chains and len(links.users[before]) == 1 and nodes[before].active == node.active:
-                chain = [*chains.pop(before), place]
+                chain = chains.pop(before)
+                chain.append(place)
         chains[place] = chain
     for last, chain in chains.items():
         if len(chain) >= _CHAIN:

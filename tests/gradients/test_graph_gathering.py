@@ -32,6 +32,7 @@ from fault_programs import (
 from graph_maker import make_program
 from random_graphs import Party, check_graph
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import telegrad
 from telegrad import autograd, current, errors, rpc
@@ -204,6 +205,30 @@ def test_a_parameter_is_called_one(workers):
         ("Parameter", (2, 3)): 1,
         ("Parameter", (2,)): 1,
     }
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_of_all_kinds(workers):
+    """Sparse, complex, half, and nested ones, which have no shape; custom functions and checkpoints."""
+    with autograd.context() as context_id:
+        sparse = torch.eye(3).to_sparse().requires_grad_()
+        wave = torch.ones(2, dtype=torch.complex64, requires_grad=True)
+        half = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True)
+        tripped = programs.Trip.apply(checkpoint(torch.sin, half, use_reentrant=True), abs, "")
+        sent = [sparse, wave, tripped, (nested * 2).to_padded_tensor(0.0)]
+        kept = [rpc.rpc_sync("b", torch.clone, args=(tensor,)) for tensor in sent]
+        graph = autograd.graph(context_id)
+        check_ends(graph)
+        del kept
+    assert {(leaf.shape, leaf.dtype, leaf.nbytes) for leaf in graph.leaves} == {
+        ((3, 3), "float32", 36),
+        ((2,), "complex64", 16),
+        ((2,), "bfloat16", 4),
+        (None, "float32", 0),
+    }
+    assert {"CheckpointFunctionBackward", "TripBackward"} <= {node.name for node in graph.nodes}
+    assert graph.dot() and str(graph)
 
 
 def test_a_tensor_of_an_outer_context(workers):

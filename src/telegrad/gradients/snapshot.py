@@ -8,6 +8,7 @@ nothing, so it can be taken at any time, also while a pass runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,22 +212,18 @@ class _Taker:
         )
 
 
-def _described(tensor: torch.Tensor | Sent) -> dict[str, Any]:
-    return _described_by(tensor.shape, tensor.dtype)
-
-
 def _given_by(node: Any) -> dict[str, Any]:
     """Of the first tensor that a node gives, as far as torch says it."""
     metadata = getattr(node, "_input_metadata", ())
-    return _described_by(metadata[0].shape, metadata[0].dtype) if metadata else {}
+    return _described(metadata[0]) if metadata else {}
 
 
-def _described_by(shape: Iterable[Any], dtype: torch.dtype) -> dict[str, Any]:
+def _described(tensor: Any) -> dict[str, Any]:
+    """Of a tensor, or of whatever has a shape and a dtype."""
+    dtype: torch.dtype = tensor.dtype
+    name = str(dtype).removeprefix("torch.")
     try:
-        sizes = tuple([int(size) for size in shape])
+        shape = tuple([int(size) for size in tensor.shape])
     except (RuntimeError, TypeError, ValueError):  # a nested tensor has none
-        return {"dtype": str(dtype).removeprefix("torch.")}
-    nbytes = dtype.itemsize
-    for size in sizes:
-        nbytes *= size
-    return {"shape": sizes, "dtype": str(dtype).removeprefix("torch."), "nbytes": nbytes}
+        return {"dtype": name}
+    return {"shape": shape, "dtype": name, "nbytes": math.prod(shape) * dtype.itemsize}
