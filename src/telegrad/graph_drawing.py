@@ -50,16 +50,16 @@ def dot(graph: Graph, detail: str = "auto") -> str:
     picture = fold(graph, detail)
     lines = [
         "digraph telegrad {",
-        f'  graph [fontname="Helvetica", fontsize=12, fontcolor="{_INK}", nodesep=0.3, ranksep=0.3, pad=0.2, '
-        f"newrank=true, "
-        f"bgcolor=white, labelloc=b, labeljust=l, label={_rich(*_caption(graph, picture), align='left')}];",
+        f'  graph [fontname="Helvetica", fontsize=12, fontcolor="{_INK}", bgcolor=white, nodesep=0.3, ranksep=0.3, '
+        # With newrank boxes stand side by side, and all arrows lead down.
+        f"newrank=true, pad=0.2, labelloc=b, labeljust=l, label={_rich(*_caption(graph, picture), align='left')}];",
         f'  node [fontname="Helvetica", fontsize=10, fontcolor="{_INK}", color="{_PALE}", shape=box, '
         'style="rounded,filled", fillcolor=white, margin="0.1,0.05", height=0.3];',
         f'  edge [fontname="Helvetica", fontsize=8, fontcolor="{_PALE}", color="{_PALE}", arrowsize=0.6];',
     ]
     for part in graph.workers:
         lines += _worker_box(graph, part, picture)
-    lines += [_arrow(arrow, picture) for arrow in picture.arrows]
+    lines += map(_arrow, picture.arrows)
     return "\n".join([*lines, "}", ""])
 
 
@@ -150,10 +150,9 @@ def _fold_lines(nodes: Sequence[Node], ink: str) -> list[tuple[str, str]]:
     found = Counter(node.name for node in operations).most_common()
     names = [times(name, n) for name, n in sorted(found, key=lambda name: _is_view(name[0]))]
     shown = _NAMES_SHOWN if len(names) > _NAMES_SHOWN + 1 else len(names)
-    if len(operations) == 1:
-        lines = [(names[0], ink)]
-    else:
-        lines = [(f"{counted(len(operations), 'node')}:", ink), *((name, ink) for name in names[:shown])]
+    lines = [(name, ink) for name in names[:shown]]
+    if len(operations) > 1:
+        lines.insert(0, (f"{counted(len(operations), 'node')}:", ink))
     if len(names) > shown:
         lines.append((f"and {len(names) - shown} more kinds", _PALE))
     if leaves:
@@ -167,7 +166,7 @@ def _is_view(name: str) -> bool:
     return name.rstrip("0123456789").removesuffix("Backward") in _VIEWS
 
 
-def _arrow(arrow: Arrow, picture: Picture) -> str:
+def _arrow(arrow: Arrow) -> str:
     ends = f"n{arrow.tail} -> n{arrow.head}"
     if not arrow.sends:
         look = f'color="{_GREY}", style=dashed' if arrow.active is False else ""

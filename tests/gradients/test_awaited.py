@@ -85,7 +85,7 @@ def test_a_worker_that_does_not_answer(server):
         finally:
             os.kill(cluster.pids["b"], signal.SIGCONT)
         assert awaited_in(error) == [(messages["driver", "b"], "driver", "b")], str(error)
-        assert "What is awaited on 'b' is not known: no answer from there." in str(error)
+        assert "What is awaited on 'b' is not known: nothing was heard from there." in str(error)
 
 
 def test_gradients_that_are_on_their_way(workers, held_messages):

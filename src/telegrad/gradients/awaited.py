@@ -49,7 +49,7 @@ def explain(
     name_of: Callable[[int], str],
 ) -> str:
     """Which Send on which worker is awaited from whom. What nobody else waits behind comes first: it holds up the
-    rest. `lost` are workers that are gone, `silent` those that did not answer. Empty if nothing is awaited."""
+    rest. `lost` are workers that are gone, `silent` those that did not say. Empty if nothing is awaited."""
     waiting = {state.worker for state in states if state.awaited}
     found = [(awaited, state.worker) for state in states for awaited in state.awaited]
     found.sort(key=lambda one: one[0].worker in waiting)
@@ -68,7 +68,7 @@ def explain(
     quiet = sorted(silent)
     if quiet:
         names = ", ".join(repr(name_of(worker)) for worker in quiet[:_MOST])
-        sentences.append(f"What is awaited on {names} is not known: no answer from there.")
+        sentences.append(f"What is awaited on {names} is not known: nothing was heard from there.")
     return " ".join(sentences)
 
 

@@ -158,8 +158,9 @@ class LocalPass:
         with self.lock:
             part, begin = self.part, self.begin
             holding_up = list(self.waiters)
-            if not holding_up and not self.sent and part.sends and part.sends[-1] not in part.arrived:
-                holding_up = [part.sends[-1]]  # the engine has not started, since it would have nothing to do
+            has_started = part.is_root or bool(self.sent)
+            if not has_started and part.sends and part.sends[-1] not in part.arrived:
+                holding_up = [part.sends[-1]]  # the engine would have nothing to do
             return PartState(
                 self.around.worker_id,
                 self.pass_id,
