@@ -21,7 +21,7 @@ from . import graph_drawing, graph_words
 from .asking import ask
 from .current import current_worker
 from .errors import CallTimeoutError, PeerLostError, UnknownWorkerError, text_of
-from .gradients.awaited import Awaited, PartState
+from .gradients.awaited import Awaited, PartState, holding_up
 from .gradients.snapshot import Edge, Leaf, Node, Operation, Part, Recv, Root, Send, take
 from .worker import Worker
 
@@ -58,7 +58,7 @@ class Graph:
     """
 
     context_id: int
-    workers: tuple[WorkerPart, ...]  # the one that asked is the first
+    workers: tuple[WorkerPart, ...]  # the one that asked is the first, then those that it knows, and so on
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]  # within workers; and from each Send to its Recv
     passes: tuple[PartState, ...]  # how far those are that run, or that have failed, on each worker
@@ -170,6 +170,7 @@ class _Gathering:
         self._context_id = context_id
         self._roots = roots
         self._deadline = time.monotonic() + seconds
+        self.order: dict[int, None] = {worker.id: None}  # who was asked, the nearest first
         self.parts: dict[int, Part] = {}
         self.silent: dict[int, WorkerPart] = {}  # those that gave no part
         self._also: dict[int, set[int]] = {}  # by worker: tensors of other contexts that were asked for
@@ -202,7 +203,8 @@ class _Gathering:
 
     def _ask(self, workers: Iterable[int], also: Sequence[int] = ()) -> None:
         left = self._deadline - time.monotonic()
-        others = sorted(workers)
+        others = sorted(workers, key=self._worker.name_of)
+        self.order.update(dict.fromkeys(others))
         if left <= 0:
             for id in others:
                 self._note_silent(id, "no answer", "there was no time left to ask it")
@@ -286,10 +288,10 @@ class _Assembly:
         self._edges: list[Edge] = []
         self._passes = [state for part in found.parts.values() for state in part.passes]
         self._parts = found.parts
-        here = [WorkerPart(worker.name_of(id), id, "here") for id in sorted(found.parts)]
-        workers = [*here, *found.silent.values()]
-        self._workers = sorted(workers, key=lambda part: (part.id != worker.id, part.id))
-        self._names = {part.id: part.name for part in workers}
+        self._workers = [
+            found.silent.get(id) or WorkerPart(worker.name_of(id), id, "here") for id in found.order
+        ]
+        self._names = {part.id: part.name for part in self._workers}
 
     def graph(self) -> Graph:
         for part in self._workers:
@@ -353,7 +355,8 @@ class _Assembly:
 
     def _find_awaited(self) -> set[int]:
         """Ids of tensors."""
-        messages = {(state.worker, a.message) for state in self._passes for a in state.awaited}
+        gone = {part.id for part in self._workers if part.status == "gone"}
+        messages = {(state.worker, a.message) for state in self._passes for a in holding_up(state, gone)}
         planned = {id for state in self._passes for id in state.sends}
         return {
             node.id

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from typing import Any
 
 import fault_programs as programs
 import pytest
@@ -119,7 +120,7 @@ def test_a_fan_names_the_branch_that_is_held_up(workers):
 # -- the text -------------------------------------------------------------------------------------------------------
 
 
-def part(worker: int, *awaited: tuple[int, int], **more: bool) -> PartState:
+def part(worker: int, *awaited: tuple[int, int], **more: Any) -> PartState:
     return PartState(worker, 9, (), tuple(Awaited(*a) for a in awaited), **more)
 
 
@@ -133,6 +134,16 @@ def test_what_explains_the_rest_comes_first():
         "'w1'. "
         "Worker 'w2' awaits nothing: the pass runs there."
     )
+
+
+def test_what_is_due_from_a_worker_that_is_gone_is_awaited_too():
+    """Though something else is awaited before it, or the part had still other things to do."""
+    due = (Awaited(7, 3), Awaited(6, 2))
+    assert text(part(0, (8, 1), due=due), lost={3}) == (
+        "Awaited: Send of message 7 on worker 'w0' from worker 'w3', which is gone; Send of message 8 on worker 'w0' "
+        "from worker 'w1'."
+    )
+    assert text(part(0, due=due)) == "Worker 'w0' awaits nothing: the pass runs there."
 
 
 def test_who_is_done_is_not_said_to_run():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from .. import current
 
+MOST_DUE = 16
 _MOST = 8  # workers that a text names
 
 
@@ -31,6 +32,7 @@ class PartState:
     pass_id: int
     sends: tuple[int, ...]  # ids of the tensors that will get gradients
     awaited: tuple[Awaited, ...]  # what holds it up: it has nothing else to do
+    due: tuple[Awaited, ...] = ()  # what will be awaited when that is here, at most MOST_DUE of it
     is_done: bool = False  # here; others may not be
     has_failed: bool = False  # here, and that ended the pass
     is_over: bool = False  # for all
@@ -39,6 +41,11 @@ class PartState:
 def state_here(context_id: int, pass_id: int) -> PartState | None:
     """What this worker knows of a pass. Called by the pass's root."""
     return current.current_worker().engine.state_of(context_id, pass_id)
+
+
+def holding_up(state: PartState, lost: Collection[int]) -> list[Awaited]:
+    """What holds a part up, or soon would: what is due from workers that are gone counts, too."""
+    return [*state.awaited, *(due for due in state.due if due.worker in lost)]
 
 
 def explain(
@@ -51,8 +58,8 @@ def explain(
     """Which Send on which worker is awaited from whom. What nobody else waits behind comes first: it holds up the
     rest. `lost` are workers that are gone, `silent` those that did not say. Empty if nothing is awaited."""
     waiting = {state.worker for state in states if state.awaited}
-    found = [(awaited, state.worker) for state in states for awaited in state.awaited]
-    found.sort(key=lambda one: one[0].worker in waiting)
+    found = [(awaited, state.worker) for state in states for awaited in holding_up(state, lost)]
+    found.sort(key=lambda one: (one[0].worker not in lost, one[0].worker in waiting))
     said = [
         f"Send of message {awaited.message} on worker {name_of(worker)!r} from worker {name_of(awaited.worker)!r}"
         + (", which is gone" if awaited.worker in lost else "")

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from ..errors import GradientError
 from ..messages import Begin, Envelope, sender_of
 from ..waiter import Waiter
 from . import nodes
-from .awaited import Awaited, PartState
+from .awaited import MOST_DUE, Awaited, PartState
 from .backward_pass import Part, PartInstruction, State
 from .contexts import Context, Sent
 from .leaves import Capture, GradientTable
@@ -161,11 +162,13 @@ class LocalPass:
             has_started = part.is_root or bool(self.sent)
             if not has_started and part.sends and part.sends[-1] not in part.arrived:
                 holding_up = [part.sends[-1]]  # the engine would have nothing to do
+            due = (m for m in reversed(part.sends) if m not in part.arrived and m not in holding_up)
             return PartState(
                 self.around.worker_id,
                 self.pass_id,
                 () if begin is None else begin.sends,
                 tuple([Awaited(message, self._receiver_of(message)) for message in holding_up]),
+                tuple([Awaited(message, self._receiver_of(message)) for message in islice(due, MOST_DUE)]),
                 is_done=part.state in (State.REPORTED, State.FINISHED) and not part.has_failed,
                 has_failed=part.has_failed,
                 is_over=part.is_over,
