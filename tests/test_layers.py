@@ -23,17 +23,18 @@ LAYERS = """
     cluster
     forkserver
     rpc autograd
-    rref
-    worker functions
+    rref graph
+    worker functions graph_drawing
+    graph_folding graph_words
     mail
     dispatch peers reading shutdown gradients.engine
-    references
+    references asking
     duty threads
     futures
     pending rendezvous
-    gradients.attach gradients.local_pass gradients.planning
+    gradients.attach gradients.local_pass gradients.planning gradients.snapshot
     gradients.contexts gradients.backward_pass
-    gradients.local_graph gradients.leaves gradients.log
+    gradients.local_graph gradients.leaves gradients.log gradients.awaited
     gradients.nodes
     transport.unix transport.tcp transport.inproc
     transport.streams transport.listening

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed.rpc as torch_rpc
 
 import telegrad
-from telegrad import autograd, nn, optim, rpc
+from telegrad import autograd, graph, nn, optim, rpc
 
 PUBLIC = {
     "ForkServer",
@@ -30,8 +30,22 @@ PUBLIC_IN_AUTOGRAD = {
     "debug_info",
     "get_gradients",
     "grad",
+    "graph",
     "is_available",
     "update_gradient",
+}
+PUBLIC_IN_GRAPH = {
+    "Awaited",
+    "Edge",
+    "Graph",
+    "Leaf",
+    "Node",
+    "Operation",
+    "PartState",
+    "Recv",
+    "Root",
+    "Send",
+    "WorkerPart",
 }
 PUBLIC_IN_RPC = {
     "Future",
@@ -62,6 +76,7 @@ OTHER_DEFAULTS = {("shutdown", "timeout")}  # torch waits for ever; telegrad for
         (telegrad, PUBLIC),
         (rpc, PUBLIC_IN_RPC),
         (autograd, PUBLIC_IN_AUTOGRAD),
+        (graph, PUBLIC_IN_GRAPH),
         (optim, PUBLIC_IN_OPTIM),
         (nn, PUBLIC_IN_NN),
     ],
@@ -104,7 +119,7 @@ def test_async_execution_is_torchs() -> None:
 def documented() -> list[Any]:
     """Each public function and class, and each public method of the classes."""
     found = []
-    for module in (telegrad, rpc, rpc.functions, optim, nn):
+    for module in (telegrad, rpc, rpc.functions, autograd, graph, optim, nn):
         for name in getattr(module, "__all__", ["async_execution"]):
             value = getattr(module, name)
             if inspect.isclass(value) or inspect.isfunction(value):

@@ -20,6 +20,7 @@ from . import current
 from .current import current_worker
 from .errors import GradientError
 from .gradients.contexts import Context
+from .graph import Graph, gather
 from .messages import COUNTER_BITS
 from .pending import effective_timeout
 
@@ -30,6 +31,7 @@ __all__ = [
     "debug_info",
     "get_gradients",
     "grad",
+    "graph",
     "is_available",
     "update_gradient",
 ]
@@ -166,6 +168,34 @@ def update_gradient(
         GradientError: the leaf has no gradient in it.
     """
     current_worker().engine.update_gradient(context_id, tensor, callback)
+
+
+def graph(
+    context_id: int, roots: torch.Tensor | Sequence[torch.Tensor] | None = None, *, timeout: float = 5.0
+) -> Graph:
+    """The distributed graph of a context, gathered from all workers that have a part of it: to inspect, and to see.
+
+    It can be taken at any time, also while a pass runs or is stuck: then it shows which Send is awaited from whom. It
+    keeps nothing alive. A worker that is gone is shown as gone.
+
+    Args:
+        roots: tensors of this worker that a backward pass would start from, the loss, say. The graph then has
+            what leads to them, and what does not is grey.
+        timeout: seconds that all others together have for their answers.
+
+    Raises:
+        UnknownContextError: there is no such context here.
+        GradientError: a root does not require grad.
+    """
+    if timeout <= 0:
+        raise ValueError(f"timeout={timeout}; workers need some time to answer")
+    worker = current_worker()
+    worker.contexts.get(context_id)
+    given = [] if roots is None else _tensors(roots, "roots")
+    for place, root in enumerate(given):
+        if not root.requires_grad:
+            raise GradientError(f"requires_grad not set on root (root {place})")
+    return gather(worker, context_id, given, timeout)
 
 
 def debug_info() -> dict[str, int]:

@@ -14,6 +14,7 @@
     ├── GradientError            a backward pass that cannot be run as asked for
     │   ├── UnknownContextError  no such context here: it was never known, or it has ended
     │   └── BackwardError        a backward pass that failed, on this worker or another
+    ├── DrawingError             a picture that cannot be drawn here: no graphviz
     ├── RemoteError              a remote exception whose own type cannot be rebuilt here
     ├── MessageError
     │   ├── EncodeError          something in a message cannot be pickled
@@ -115,6 +116,10 @@ class BackwardError(GradientError):
         super().__init__(text)
         self.worker = worker
         self.worker_id = worker_id
+
+
+class DrawingError(TelegradError):
+    pass
 
 
 class RemoteError(TelegradError):

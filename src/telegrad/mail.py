@@ -4,10 +4,11 @@ and in, and waiting."""
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from . import current
+from .asking import Caller, ask
 from .codec import Body, Codec, Control
 from .errors import PeerLostError, RemoteError, TransportError, UnknownWorkerError, text_of
 from .gradients.attach import Attach
@@ -21,7 +22,7 @@ from .transport.base import Connection, Frames
 from .waiter import Waiter
 
 
-class Sender(Protocol):
+class Sender(Caller, Protocol):
     """The worker, as far as it is needed here."""
 
     attach: Attach
@@ -88,6 +89,11 @@ class Mail:
         connection = self._peers.connection_with(peer)
         self._threads.start()  # one of which relieves this one, if need be
         return None if connection is None else self._reader.watch(connection)
+
+    def ask(
+        self, workers: Iterable[int], function: Callable[..., Any], args: Sequence[Any], seconds: float
+    ) -> tuple[dict[int, Any], dict[int, Exception]]:
+        return ask(self._worker, workers, function, args, seconds)
 
     def submit(self, task: Callable[[], None]) -> None:
         self._threads.submit(task)

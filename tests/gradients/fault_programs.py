@@ -21,6 +21,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -279,6 +280,13 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"still not: {what}"
         threading.Event().wait(0.002)
+
+
+def stop(pid: int) -> None:
+    """Has a process stand still, until it gets a SIGCONT."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = list(Path(f"/proc/{pid}/task").iterdir())
+    wait_until(lambda: all("\nState:\tT" in (t / "status").read_text() for t in threads), "it stands still")
 
 
 def left_at(name: str) -> dict[str, int]:

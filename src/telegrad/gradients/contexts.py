@@ -17,6 +17,7 @@ import torch
 
 from ..errors import GradientError, UnknownContextError
 from ..messages import Entry, sender_of
+from .awaited import PartState
 from .leaves import GradientTable
 from .local_graph import NOTHING, Edge, Graph, Node
 from .log import Log
@@ -76,6 +77,7 @@ class Context:
     received: dict[int, Node] = field(default_factory=dict)  # Recv nodes, by the ids of their tensors
     known_workers: set[int] = field(default_factory=set)  # ids of those that it was sent to
     gradients: GradientTable = field(default_factory=GradientTable)
+    failed: PartState | None = None  # what the last pass awaited here, if it failed; numbers only
 
     @property
     def owner(self) -> int:

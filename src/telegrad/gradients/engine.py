@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -51,6 +51,7 @@ from ..messages import (
 )
 from ..modes import applied, current_modes
 from ..waiter import Waiter
+from .awaited import PartState, explain, state_here
 from .backward_pass import (
     Abort,
     BackwardPass,
@@ -79,6 +80,7 @@ Task = Callable[[], None]
 _TOMBSTONES = 10_000
 _EARLY = 60.0  # seconds that gradients wait for the begin of their pass
 _GRACE = 5.0  # seconds that a participant waits longer than its root
+_ASKING = 0.5  # seconds in which participants say what a failed pass awaited
 
 
 class Host(Protocol):
@@ -94,6 +96,11 @@ class Host(Protocol):
 
     def watch(self, peer: int) -> Any:
         """Has this thread read what that worker sends while it works on a pass; `end()` ends it. May be None."""
+
+    def ask(
+        self, workers: Iterable[int], function: Callable[..., Any], args: Sequence[Any], seconds: float
+    ) -> tuple[dict[int, Any], dict[int, Exception]]:
+        """Calls a function on each of them: (answers, errors). Takes `seconds` at most."""
 
     def submit(self, task: Task) -> None: ...
     def new_message_id(self) -> int: ...
@@ -139,6 +146,7 @@ class Engine:
         self._closed = False
         self._planner = Planner(member.id, contexts, lambda worker: self.host.name_of(worker))
         self._around = Surroundings(
+            member.id,
             self._wait,
             self._decode,
             self._post_gradients,
@@ -229,6 +237,26 @@ class Engine:
             local.settled = settled
         serving = current.current_serving()
         self._wait(settled, sender_of(local.pass_id), serving.deadline if serving else local.deadline)
+
+    def state_of(self, context_id: int, pass_id: int) -> PartState | None:
+        """How far a pass is here, or was when it failed; None if nothing is known of it."""
+        local, context = self._passes.get(pass_id), self._contexts.find(context_id)
+        if local is not None:
+            return local.describe()
+        failed = None if context is None else context.failed
+        return failed if failed is not None and failed.pass_id == pass_id else None
+
+    def states_of(self, context_id: int) -> list[PartState]:
+        """How far the passes of a context are here: those that run; with none, the last one if that has failed."""
+        states = [local.describe() for local in self._passes_of(context_id)]
+        context = self._contexts.find(context_id)
+        if not states and context is not None and context.failed is not None:
+            states.append(context.failed)
+        return states
+
+    def roots_of(self, context_id: int) -> list[torch.Tensor]:
+        """What passes that run start from, if they were begun here."""
+        return [root for local in self._passes_of(context_id) for root in local.roots.tensors]
 
     def statistics(self) -> dict[str, int]:
         contexts = self._contexts.all()
@@ -323,7 +351,7 @@ class Engine:
             with self._lock:
                 self._roots.pop(pass_id, None)
         if root.error is not None:
-            self._raise(root)
+            self._raise(root, local)
         return local
 
     def _finish(self, pass_id: int, root: _Root) -> None:
@@ -357,7 +385,23 @@ class Engine:
         assert context is not None
         return {self._contexts.find_sent(context, id).message for id in begin.sends}
 
-    def _raise(self, root: _Root) -> None:
+    def _awaited(self, root: _Root, local: LocalPass) -> str:
+        """What a pass awaited that failed because of a peer: as its participants say, or at least as is known here."""
+        error, context_id = root.error, local.context_id
+        if not isinstance(error, PeerLostError | CallTimeoutError):
+            return ""
+        lost = {error.worker_id} if isinstance(error, PeerLostError) else set()
+        missing = root.state.missing - lost
+        others = missing - {self._id}
+        answers, _ = self.host.ask(others, state_here, (context_id, local.pass_id), _ASKING)
+        own = local.context.failed if local.context is not None else None
+        if own is not None and own.pass_id != local.pass_id:
+            own = None
+        states = [s for s in (own, *answers.values()) if s is not None and s.worker in missing]
+        silent = others - {state.worker for state in states}
+        return explain(states, lost=lost, silent=silent, name_of=self.host.name_of)
+
+    def _raise(self, root: _Root, local: LocalPass) -> None:
         error, worker = root.error, root.worker
         assert error is not None
         if not isinstance(error, Exception):
@@ -366,6 +410,8 @@ class Engine:
             worker = error.worker_id  # whoever noticed it
         name = self.host.name_of(worker)
         text = f"Error on Node {worker}: {text_of(error)} (worker {name!r}, in a backward pass)"
+        if awaited := self._awaited(root, local):
+            text = f"{text}. {awaited}"
         raise BackwardError(text, name, worker) from error
 
     def _carry_out_root(self, pass_id: int, root: _Root, instructions: list[RootInstruction]) -> None:

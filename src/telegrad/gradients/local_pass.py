@@ -6,6 +6,7 @@ Messages come in on threads that read; the engine runs on another. Between them 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -13,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,8 @@ from ..errors import GradientError
 from ..messages import Begin, Envelope, sender_of
 from ..waiter import Waiter
 from . import nodes
-from .backward_pass import Part, PartInstruction
+from .awaited import MOST_DUE, Awaited, PartState
+from .backward_pass import Part, PartInstruction, State
 from .contexts import Context, Sent
 from .leaves import Capture, GradientTable
 from .local_graph import NOTHING, Graph, Node, Reach
@@ -62,6 +65,7 @@ NO_ROOTS = Roots()
 class Surroundings:
     """What a pass needs of its worker."""
 
+    worker_id: int
     wait: Callable[[Waiter, int, float | None, Any], None]  # for what comes from a worker, until a deadline
     decode: Callable[[Envelope, Any], tuple[Gradient, ...]]
     post: Callable[[LocalPass, int, tuple[Gradient, ...]], None]  # to where the message came from
@@ -141,12 +145,41 @@ class LocalPass:
 
     def interrupt(self, reason: str) -> None:
         with self.lock:
+            if not self.interrupted and self.context is not None:
+                self.context.failed = self.describe()
             self.interrupted = self.interrupted or reason
             waiters = list(self.waiters.values())
             self.waiters.clear()
             self.frames.clear()
         for waiter in waiters:
             waiter.set_done()
+
+    def describe(self) -> PartState:
+        """What it awaits now. Takes no longer than a look at a few numbers."""
+        with self.lock:
+            part, begin = self.part, self.begin
+            holding_up = list(self.waiters)
+            has_started = part.is_root or bool(self.sent)
+            if not has_started and part.sends and part.sends[-1] not in part.arrived:
+                holding_up = [part.sends[-1]]  # the engine would have nothing to do
+            due = (m for m in reversed(part.sends) if m not in part.arrived and m not in holding_up)
+            return PartState(
+                self.around.worker_id,
+                self.pass_id,
+                () if begin is None else begin.sends,
+                tuple([Awaited(message, self._receiver_of(message)) for message in holding_up]),
+                tuple([Awaited(message, self._receiver_of(message)) for message in islice(due, MOST_DUE)]),
+                is_done=part.state in (State.REPORTED, State.FINISHED) and not part.has_failed,
+                has_failed=part.has_failed,
+                is_over=part.is_over,
+            )
+
+    def _receiver_of(self, message: int) -> int:
+        """The worker that a message was sent to; -1 if that is not known any more."""
+        if self.context is not None:
+            with contextlib.suppress(GradientError):
+                return self.around.find_sent(self.context, message).to  # its first tensor has its id
+        return -1
 
     # -- called by the nodes, inside of the engine -----------------------------------------------------
 
@@ -245,6 +278,7 @@ class LocalPass:
         begin, context = self.begin, self.context
         assert begin is not None
         assert context is not None
+        context.failed = None
         starts: list[Any] = [self.around.beacon, *self.roots.tensors]
         gradients: list[Any] = [_ONE, *self.roots.gradients]
         for id in begin.sends:

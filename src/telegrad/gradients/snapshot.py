@@ -1,0 +1,229 @@
+"""One worker's part of a context's graph, as plain data: what a picture is made of.
+
+    take(context, roots)  -> Part: nodes and edges, in the order of the computation
+
+A Part holds numbers and names only. It travels, and it keeps no node, tensor or context alive. Taking it changes
+nothing, so it can be taken at any time, also while a pass runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..messages import COUNTER_BITS, sender_of
+from .awaited import PartState
+from .contexts import Context, Sent
+from .local_graph import Edge as TorchEdge
+from .local_graph import Graph
+from .nodes import AccumulateGrad, RecvNode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One node of the graph; of one of the kinds below."""
+
+    worker: str = ""  # its name
+    worker_id: int = -1
+    name: str = ""
+    shape: tuple[int, ...] | None = None  # of the tensor that it gives; None where torch does not say
+    dtype: str = ""
+    nbytes: int = 0
+    active: bool | None = None  # whether the roots lead to it; None: there are no roots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation(Node):
+    """A node of torch's, by torch's name: MulBackward0, say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf(Node):
+    """A tensor that gradients are gathered for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root(Node):
+    """A tensor that a backward pass starts from: a loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _End(Node):
+    id: int = 0  # of the tensor, the same at both ends
+    message: int = 0
+    place: int = 0  # among the tensors of the message that require grad
+    count: int = 1  # of these
+    peer: str = ""  # the worker at the other end
+    peer_id: int = -1
+    is_inferred: bool = False  # its worker has not told of it; the other end shows that it must be there
+
+    @property
+    def label(self) -> str:
+        """The message in short, as its sender counts: m5; m5.1 for the second of its tensors."""
+        number = self.message & ((1 << COUNTER_BITS) - 1)
+        return f"m{number}" if self.count == 1 else f"m{number}.{self.place}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send(_End):
+    """The sender's end of a tensor."""
+
+    awaited: bool = False  # a pass cannot go on before its gradient comes, or could not and failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recv(_End):
+    """The receiver's end of a tensor."""
+
+    context: int = 0  # in which it came
+
+
+@dataclass(frozen=True)
+class Edge:
+    """From a node to one that uses what it gives: gradients go the other way. Both are places in a list of nodes."""
+
+    tail: int
+    head: int
+
+
+@dataclass
+class Part:
+    """What one worker has of a graph."""
+
+    worker_id: int
+    nodes: list[Node] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    known_workers: tuple[int, ...] = ()
+    passes: tuple[PartState, ...] = ()
+
+    def add(self, node: Node) -> int:
+        self.nodes.append(node)
+        return len(self.nodes) - 1
+
+
+def take(
+    worker_id: int,
+    context: Context | None,
+    others: Sequence[Context] = (),
+    also: Iterable[int] = (),
+    roots: Sequence[torch.Tensor] = (),
+) -> Part:
+    """The part of a context's graph that is on this worker: what its Sends, its Recvs and the roots lead to. `also`
+    are tensors that this worker has sent in other contexts, and that the graph goes on from."""
+    sends: list[Sent] = []
+    part = Part(worker_id)
+    starts: list[TorchEdge] = []
+    if context is not None:
+        sends += list(context.sends.values())
+        starts += [(node, 0) for node in list(context.received.values())]
+        part.known_workers = tuple(context.known_workers)
+    sends += [sent for id in also for other in others if (sent := other.sends.get(id)) is not None]
+    starts += [sent.edge for sent in sends if not sent.is_leaf]
+    starts += [(root.grad_fn, 0) for root in roots if root.grad_fn is not None]
+    graph = Graph(lambda members: -1)  # a walk of its own: the context's is left alone
+    try:
+        graph.walk(starts)
+        _Taker(part).take(graph, sends, roots)
+    finally:
+        starts.clear()
+        graph.clear()
+    return part
+
+
+class _Taker:
+    """Makes a Part of nodes. Places are found by the ids of Python's objects, which are kept alive meanwhile: nodes by
+    the walk, leaves here."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._places: dict[int, int] = {}
+        self._leaves: list[torch.Tensor] = []
+
+    def take(self, graph: Graph, sends: list[Sent], roots: Sequence[torch.Tensor]) -> None:
+        for node in graph.known:  # what a node leads to comes before it
+            kind = type(node)
+            if kind is AccumulateGrad:
+                self._places[id(node)] = self._leaf(node.variable)
+            elif kind is RecvNode:
+                self._places[id(node)] = self._part.add(self._recv(node))
+            elif node is not None:
+                self._operation(node)
+        for sent in sends:
+            if sent.is_leaf:
+                tail = self._leaf(sent.stand_in)
+            else:
+                tail = self._places[id(sent.edge[0])]
+            self._connect(tail, self._part.add(self._send(sent)))
+        for number, root in enumerate(roots):
+            tail = self._leaf(root) if root.grad_fn is None else self._places[id(root.grad_fn)]
+            place = self._part.add(
+                Root(worker_id=self._part.worker_id, name=f"root {number}", **_described(root))
+            )
+            self._connect(tail, place)
+
+    def _connect(self, tail: int, head: int) -> None:
+        self._part.edges.append(Edge(tail, head))
+
+    def _leaf(self, leaf: torch.Tensor) -> int:
+        place = self._places.get(id(leaf))
+        if place is None:
+            name = type(leaf).__name__ if type(leaf) is not torch.Tensor else "leaf"
+            node = Leaf(worker_id=self._part.worker_id, name=name, **_described(leaf))
+            place = self._places[id(leaf)] = self._part.add(node)
+            self._leaves.append(leaf)
+        return place
+
+    def _operation(self, node: Any) -> None:
+        name = node.name().rpartition("::")[2]
+        given = _given_by(node)
+        place = self._part.add(Operation(worker_id=self._part.worker_id, name=name, **given))
+        self._places[id(node)] = place
+        for next, _ in node.next_functions:
+            if next is not None:
+                self._connect(self._places[id(next)], place)
+
+    def _recv(self, node: Any) -> Recv:
+        return Recv(
+            worker_id=self._part.worker_id,
+            name="Recv",
+            id=node.id,
+            message=node.message,
+            place=node.place,
+            count=node.count,
+            peer_id=sender_of(node.message),
+            context=node.context,
+            **_given_by(node),
+        )
+
+    def _send(self, sent: Sent) -> Send:
+        return Send(
+            worker_id=self._part.worker_id,
+            name="Send",
+            id=sent.id,
+            message=sent.message,
+            place=sent.place,
+            count=sent.count,
+            peer_id=sent.to,
+            **_described(sent),
+        )
+
+
+def _given_by(node: Any) -> dict[str, Any]:
+    """Of the first tensor that a node gives, as far as torch says it."""
+    metadata = getattr(node, "_input_metadata", ())
+    return _described(metadata[0]) if metadata else {}
+
+
+def _described(tensor: Any) -> dict[str, Any]:
+    """Of a tensor, or of whatever has a shape and a dtype."""
+    dtype: torch.dtype = tensor.dtype
+    name = str(dtype).removeprefix("torch.")
+    try:
+        shape = tuple([int(size) for size in tensor.shape])
+    except (RuntimeError, TypeError, ValueError):  # a nested tensor has none
+        return {"dtype": name}
+    return {"shape": shape, "dtype": name, "nbytes": math.prod(shape) * dtype.itemsize}

@@ -1,0 +1,324 @@
+"""Pictures of a graph: in graphviz's language, as SVG or PNG, and as HTML.
+
+graph_folding.py says what is drawn as one, graphviz does the layout. Without its program there is the outline of
+graph_words.py.
+"""
+
+from __future__ import annotations
+
+import html as html_text
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import DrawingError
+from .gradients.snapshot import Leaf, Node, Operation, Recv, Root, Send
+from .graph_folding import Arrow, Item, Picture, fold
+from .graph_words import (
+    bytes_of,
+    counted,
+    holds_up_others,
+    outline,
+    pass_lines,
+    shape_of,
+    size_of,
+    some,
+    times,
+)
+
+if TYPE_CHECKING:
+    from .graph import Graph, WorkerPart
+
+_INK, _PALE, _GREY, _RED, _BLUE = "#24292f", "#6e7781", "#b6bcc4", "#d1242f", "#0b62c4"
+_NAMES_SHOWN = 3  # kinds of operations in the label of a fold
+_LEAVES_SHOWN = 2
+# Operations that compute nothing: where not all are named, these are left out first.
+_VIEWS = (
+    "Alias", "AsStrided", "Clone", "Expand", "Permute", "Reshape", "Select", "Slice", "Squeeze", "T", "Transpose",
+    "UnsafeView", "Unsqueeze", "View",
+)  # fmt: skip
+
+
+# -- graphviz's language ------------------------------------------------------------------------------------
+
+
+def dot(graph: Graph, detail: str = "auto") -> str:
+    """The picture in graphviz's language."""
+    picture = fold(graph, detail)
+    lines = [
+        "digraph telegrad {",
+        f'  graph [fontname="Helvetica", fontsize=12, fontcolor="{_INK}", bgcolor=white, nodesep=0.3, ranksep=0.3, '
+        # With newrank boxes stand side by side, and all arrows lead down.
+        f"newrank=true, pad=0.2, labelloc=b, labeljust=l, label={_rich(*_caption(graph, picture), align='left')}];",
+        f'  node [fontname="Helvetica", fontsize=10, fontcolor="{_INK}", color="{_PALE}", shape=box, '
+        'style="rounded,filled", fillcolor=white, margin="0.1,0.05", height=0.3];',
+        f'  edge [fontname="Helvetica", fontsize=8, fontcolor="{_PALE}", color="{_PALE}", arrowsize=0.6];',
+    ]
+    for part in graph.workers:
+        lines += _worker_box(graph, part, picture)
+    lines += map(_arrow, picture.arrows)
+    return "\n".join([*lines, "}", ""])
+
+
+def _caption(graph: Graph, picture: Picture) -> list[tuple[str, str]]:
+    said = [(f"context {graph.context_id}: {size_of(graph)}", _INK)]
+    folded = {
+        "blocks": "What is between the same messages is drawn as one.",
+        "groups": "What is between messages is drawn as one, and so is what is alike.",
+        "workers": "What a worker does is drawn as one.",
+    }
+    if picture.detail in folded:
+        said.append((folded[picture.detail], _PALE))
+    if graph.sends:
+        said.append(("Blue: what was sent. Gradients go against the arrows.", _PALE))
+    if any(node.active is False for node in graph.nodes):
+        said.append(("Grey: the roots do not lead there.", _PALE))
+    said += [(line, _RED) for line in pass_lines(graph)[:4]]
+    return said
+
+
+def _worker_box(graph: Graph, part: WorkerPart, picture: Picture) -> list[str]:
+    items = [place for place, item in enumerate(picture.items) if item.worker_id == part.id]
+    if not items and part.status == "no part":
+        return []
+    is_here = part.status == "here"
+    title = [(part.name, _INK)]
+    if trouble := (part.status if not is_here else holds_up_others(graph, part)):
+        title.append((trouble, _RED))
+    look = f'style="rounded,filled", fillcolor="#f6f8fa", color="{_RED if trouble else _GREY}"'
+    if not is_here:
+        look = f'style="rounded,filled,dashed", fillcolor="#f0f0f0", color="{_RED}"'
+    side = "left" if part is graph.workers[0] else "right"  # arrows come in from the left, mostly
+    lines = [
+        f"  subgraph cluster_{part.id} {{",
+        f"    graph [label={_rich(*title, bold=True, align=side)}, labelloc=t, labeljust={side[0]}, {look}];",
+    ]
+    lines += [f"    {_item(place, picture.items[place], part)}" for place in items]
+    if not items:
+        lines.append(
+            f'    empty_{part.id} [label="nothing was sent or received", shape=plain, fontcolor="{_PALE}"];'
+        )
+    return [*lines, "  }"]
+
+
+def _item(place: int, item: Item, part: WorkerPart) -> str:
+    nodes = item.nodes
+    grey = item.active is False
+    ink, line = (_GREY, _GREY) if grey else (_INK, _PALE)
+    tooltip = _quoted(_tooltip(nodes))
+    if part.status != "here":
+        return f'n{place} [label="?", color="{_PALE}", fontcolor="{_PALE}", style="rounded,dashed", tooltip={tooltip}];'
+    if item.is_recv:
+        colour = _GREY if grey else _BLUE
+        return (
+            f'n{place} [label="{times("Recv", len(nodes))}", shape=ellipse, fontsize=8, height=0.2, width=0.4, '
+            f'margin="0.03,0.01", style=filled, color="{colour}", fontcolor="{colour}", fillcolor=white, '
+            f"tooltip={tooltip}];"
+        )
+    first = nodes[0]
+    if len(nodes) == 1 and isinstance(first, Root):
+        label, fill, line = [(first.name, ink), (shape_of(first), _PALE)], "#fff3c4", "#b58407"
+    elif all(isinstance(node, Leaf) for node in nodes):
+        label, fill = _leaf_lines(nodes, ink), "#dff3e4"
+        line = _GREY if grey else "#3f9a5a"
+    elif len(nodes) == 1:
+        label, fill = [(first.name, ink), (shape_of(first), _GREY if grey else _PALE)], "white"
+    else:
+        label, fill = _fold_lines(nodes, ink), "#e7eefb"
+    if grey:
+        fill = "#fafafa"
+    return f'n{place} [label={_rich(*label)}, fillcolor="{fill}", color="{line}", tooltip={tooltip}];'
+
+
+def _leaf_lines(leaves: Sequence[Node], ink: str) -> list[tuple[str, str]]:
+    if len(leaves) == 1:
+        leaf = leaves[0]
+        return [(f"{leaf.name} {shape_of(leaf)}", ink), (f"{leaf.dtype}, {bytes_of(leaf.nbytes)}", _PALE)]
+    shapes = [times(shape, n) for shape, n in Counter(shape_of(leaf) for leaf in leaves).most_common()]
+    return [
+        (f"{len(leaves)} leaves, {bytes_of(sum(n.nbytes for n in leaves))}", ink),
+        (some(shapes, 3), _PALE),
+    ]
+
+
+def _fold_lines(nodes: Sequence[Node], ink: str) -> list[tuple[str, str]]:
+    operations = [node for node in nodes if isinstance(node, Operation)]
+    leaves = [node for node in nodes if isinstance(node, Leaf)]
+    found = Counter(node.name for node in operations).most_common()
+    names = [times(name, n) for name, n in sorted(found, key=lambda name: _is_view(name[0]))]
+    shown = _NAMES_SHOWN if len(names) > _NAMES_SHOWN + 1 else len(names)
+    lines = [(name, ink) for name in names[:shown]]
+    if len(operations) > 1:
+        lines.insert(0, (f"{counted(len(operations), 'node')}:", ink))
+    if len(names) > shown:
+        lines.append((f"and {len(names) - shown} more kinds", _PALE))
+    if leaves:
+        shapes = [times(shape, n) for shape, n in Counter(shape_of(leaf) for leaf in leaves).most_common()]
+        total = bytes_of(sum(leaf.nbytes for leaf in leaves))
+        lines.append((f"{counted(len(leaves), 'leaf')}, {total}: {some(shapes, _LEAVES_SHOWN)}", "#2c7a45"))
+    return lines
+
+
+def _is_view(name: str) -> bool:
+    return name.rstrip("0123456789").removesuffix("Backward") in _VIEWS
+
+
+def _arrow(arrow: Arrow) -> str:
+    ends = f"n{arrow.tail} -> n{arrow.head}"
+    if not arrow.sends:
+        look = f'color="{_GREY}", style=dashed' if arrow.active is False else ""
+        return f"  {ends} [{look}];"
+    colour, width = _BLUE, 1.6
+    if arrow.active is False:
+        colour, width = _GREY, 1.2
+    label = _sent_lines(arrow.sends)
+    if arrow.is_awaited:
+        colour, width = _RED, 2.6
+        label.append(f"awaited from {arrow.sends[0].peer!r}")
+    style = "dashed" if arrow.active is False else "solid"
+    tooltip = _quoted(_tooltip(arrow.sends))
+    return (
+        f'  {ends} [color="{colour}", penwidth={width}, style={style}, arrowsize=0.8, label={_beside(label, colour)}, '
+        f"tooltip={tooltip}, labeltooltip={tooltip}];"
+    )
+
+
+def _sent_lines(sends: Sequence[Send]) -> list[str]:
+    if len(sends) == 1:
+        send = sends[0]
+        return [f"{send.label}  {shape_of(send)}", f"{send.dtype}, {bytes_of(send.nbytes)}"]
+    messages = len({send.message for send in sends})
+    dtypes = some(sorted({send.dtype for send in sends}), 3)
+    tensors = counted(len(sends), "tensor")
+    first = (
+        f"{tensors} in {messages} messages"
+        if messages > 1
+        else f"{tensors} in {sends[0].label.split('.')[0]}"
+    )
+    return [first, f"{dtypes}, {bytes_of(sum(send.nbytes for send in sends))}"]
+
+
+def _tooltip(nodes: Iterable[Node], most: int = 12) -> str:
+    lines = [_described(node) for node in nodes]
+    return "\n".join(lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else []))
+
+
+def _described(node: Node) -> str:
+    text = f"{node.name} {shape_of(node)} {node.dtype}".strip()
+    if isinstance(node, Send):
+        return f"{text}, message {node.message} to {node.peer!r}"
+    if isinstance(node, Recv):
+        return f"{text}, message {node.message} from {node.peer!r}"
+    return text
+
+
+def _rich(*lines: tuple[str, str], bold: bool = False, align: str = "center") -> str:
+    """A label of several lines, each with its colour; the first one is larger, and may be bold."""
+    parts = []
+    for number, (text, colour) in enumerate(lines):
+        escaped = _escaped(text) or " "
+        if bold and number == 0:
+            escaped = f"<b>{escaped}</b>"
+        size = "" if number == 0 else ' point-size="8"'
+        parts.append(f'<font color="{colour}"{size}>{escaped}</font>')
+    new_line = f'<br align="{align}"/>'
+    return f"<{new_line.join(parts)}{new_line if len(parts) > 1 else ''}>"
+
+
+def _beside(lines: Sequence[str], colour: str) -> str:
+    """A label beside an arrow, with some room between them."""
+    text = "<br/>".join(map(_escaped, lines))
+    cell = f'<td><font color="{colour}">{text}</font></td>'
+    return f'<<table border="0" cellpadding="4"><tr>{cell}</tr></table>>'
+
+
+def _escaped(text: str) -> str:
+    """For a label of graphviz's, which is XML: there is no way to write a control character in that."""
+    return html_text.escape("".join(sign if sign.isprintable() else "?" for sign in text))
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+# -- with graphviz's program --------------------------------------------------------------------------------
+
+
+def svg(graph: Graph, detail: str = "auto") -> str:
+    """The picture as SVG.
+
+    Raises:
+        DrawingError: there is no graphviz program here, or it failed.
+    """
+    return _rendered(dot(graph, detail), "svg").decode("utf-8")
+
+
+def _rendered(source: str, form: str) -> bytes:
+    try:
+        graphviz: Any = import_module("graphviz")  # only here: `import telegrad` does not need it
+    except ImportError as error:
+        raise DrawingError(
+            f"a graph is drawn as {form} by the package graphviz, which is not installed; run `pip install graphviz`, "
+            "or take .dot() and draw it elsewhere"
+        ) from error
+    try:
+        drawn: bytes = graphviz.pipe("dot", form, source.encode(), quiet=True)
+        return drawn
+    except graphviz.ExecutableNotFound as error:
+        raise DrawingError(
+            f"a graph is drawn as {form} by graphviz's program `dot`, which is not on the PATH of this machine; "
+            "install it (`apt install graphviz`, `brew install graphviz`), or take .dot() and draw it elsewhere"
+        ) from error
+    except graphviz.CalledProcessError as error:
+        said = (error.stderr or b"").decode("utf-8", "replace").strip()
+        raise DrawingError(f"graphviz could not draw the graph as {form}: {said or error}") from error
+    except OSError as error:
+        raise DrawingError(f"graphviz's program `dot` could not be run: {error}") from error
+
+
+def save(graph: Graph, path: str | PathLike[str], detail: str = "auto") -> None:
+    """Writes the picture to a file, in the form that its name says."""
+    target = Path(path)
+    match target.suffix.lower():
+        case ".dot" | ".gv":
+            target.write_text(dot(graph, detail), encoding="utf-8")
+        case ".svg":
+            target.write_text(svg(graph, detail), encoding="utf-8")
+        case ".png":
+            target.write_bytes(_rendered(dot(graph, detail).replace("{", "{ dpi=144;", 1), "png"))
+        case ".html":
+            target.write_text(page(graph, detail), encoding="utf-8")
+        case other:
+            raise ValueError(f"a graph cannot be saved as {other!r}; choose .dot, .svg, .png or .html")
+
+
+# -- HTML -----------------------------------------------------------------------------------------------------
+
+
+def html(graph: Graph, detail: str = "auto") -> str:
+    """The picture for a page or a notebook; without graphviz, what it would show as an outline."""
+    try:
+        drawn = svg(graph, detail)
+    except DrawingError as error:
+        outlined = html_text.escape(outline(graph))
+        reason = html_text.escape(str(error))
+        return (
+            f'<div class="telegrad-graph"><pre style="line-height:1.3">{outlined}</pre>'
+            f'<p style="color:{_PALE}"><small>No picture: {reason}</small></p></div>'
+        )
+    return f'<div class="telegrad-graph" style="overflow:auto">{drawn[drawn.index("<svg") :]}</div>'
+
+
+def page(graph: Graph, detail: str = "auto") -> str:
+    """A page by itself."""
+    title = html_text.escape(f"telegrad: the graph of context {graph.context_id}")
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>\n'
+        f'<body style="font-family:sans-serif;margin:1.5em">\n<h1 style="font-size:1.2em">{title}</h1>\n'
+        f"{html(graph, detail)}\n<details><summary>In words</summary>\n"
+        f"<pre>{html_text.escape(outline(graph))}</pre></details>\n</body></html>\n"
+    )
