@@ -18,7 +18,12 @@ LAYERS = """
     cli compat.replacing
     compat.agent compat.calls compat.children
     compat.profiling
-    profiler optim nn testing
+    profiler.session
+    profiler.drawing
+    profiler.trace
+    profiler.summary profiler.timeline
+    profiler.spans profiler.clocks
+    optim nn testing
     local_optimizer local_module
     cluster
     forkserver
@@ -26,7 +31,7 @@ LAYERS = """
     rref graph
     worker functions graph_drawing
     graph_folding graph_words
-    mail
+    mail recording
     dispatch peers reading shutdown gradients.engine
     references asking
     duty threads
@@ -43,7 +48,8 @@ LAYERS = """
     codec
     names scripted definitions
     handles by_value tensors modes
-    transport.base
+    transport.base operators
+    profiled_calls
     messages events waiter
     current config
     errors

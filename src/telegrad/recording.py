@@ -1,0 +1,298 @@
+"""What one worker records for a timeline: the stages of its messages, and its process's operators.
+
+    root      starts a session: recorder.start()
+    everyone  marks what it sends (`Envelope.profiling`); whoever reads a marked message takes part from then on
+              (answers excepted: they go to workers that may not be profiled), and tells the root
+    root      recorder.hold() everywhere, so that nothing new is recorded, then recorder.collect()
+
+A worker takes part in one session at a time. It stops by itself when the root is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from . import current, profiled_calls
+from .errors import TelegradError
+from .events import Event, Events, logger
+from .messages import Envelope, Hello, Kind, Profiling, Session, sender_of
+from .operators import Operators, clock_offset
+from .transport.base import Connection, Frames
+
+MOST_ROWS = 4_000_000  # of one worker; about a gigabyte
+_ANSWERS = frozenset((int(Kind.REPLY), int(Kind.FAILURE), int(Kind.DONE)))
+
+
+class Host(Protocol):
+    """The worker, as far as it is needed here."""
+
+    name: str
+    id: int
+    call_async: Callable[..., Any]
+
+
+class Row(NamedTuple):
+    """One event. Times are of time.perf_counter(), in seconds."""
+
+    at: float
+    until: float  # of what is noted when it is over; else 0
+    thread: int  # as the system counts them
+    stage: str
+    phase: str
+    kind: str
+    message: int
+    reply_to: int
+    peer: str
+    nbytes: int
+    detail: str
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one worker recorded."""
+
+    worker: str
+    id: int
+    process: str  # which of all processes; workers may share one
+    rows: list[Row]
+    threads: dict[int, str]  # their names
+    began: float
+    ended: float
+    operators: bytes  # torch's export, compressed; none where another worker of the process has it
+    missing: str  # why there are no operators, or not all rows
+    clock_offset: float  # see operators.py
+    sent_to: tuple[int, ...]
+
+
+class _Recording:
+    def __init__(self, session: Session, *, has_joined: bool) -> None:
+        self.session = session
+        self.began = time.perf_counter()
+        self.ended = 0.0
+        self.rows: list[Row] = []  # appended to on any thread
+        self.threads: dict[int, str] = {}
+        self.sent_to: set[int] = set()
+        self.has_joined = has_joined
+        self.is_held = False
+        self.operators: Operators | None = None
+        self.exported = b""
+        self.missing = ""
+
+    def add(self, row: Row) -> None:
+        if row.thread not in self.threads:
+            self.threads[row.thread] = threading.current_thread().name
+        if len(self.rows) < MOST_ROWS:
+            self.rows.append(row)
+        elif not self.missing:
+            self.missing = f"more than {MOST_ROWS} events: the rest is left out"
+
+
+class Recorder:
+    """Of one worker."""
+
+    def __init__(self, worker: Host, events: Events) -> None:
+        self._worker = worker
+        self._events = events
+        self._lock = threading.Lock()  # guards the beginning and the end of a recording
+        self._recording: _Recording | None = None
+        self._unsubscribe: Callable[[], None] = _nothing
+
+    # -- the path of a message -------------------------------------------------------------------------
+
+    def mark(self, envelope: Envelope, peer: Hello) -> Envelope:
+        """A message is about to be sent: whoever gets it takes part."""
+        recording = self._recording
+        if recording is None or recording.is_held:
+            return envelope
+        if envelope.kind == Kind.CALL and profiled_calls.is_local_only():
+            return envelope
+        if envelope.kind not in _ANSWERS:
+            recording.sent_to.add(peer.id)
+        call = envelope.profiling.call if envelope.profiling is not None else None
+        return msgspec.structs.replace(envelope, profiling=Profiling(call, recording.session))
+
+    def on_read(self, envelope: Envelope, connection: Connection, frames: Frames, opened: float) -> None:
+        """A message with something for profilers was read. While reading: takes no time."""
+        session = envelope.profiling.session if envelope.profiling is not None else None
+        if session is None:
+            return
+        recording = self._recording
+        if recording is None and envelope.kind not in _ANSWERS:
+            recording = self._begin(session, has_joined=False)
+        if recording is not None and recording.session.id == session.id:
+            kind = Kind(envelope.kind).name.lower()
+            recording.add(
+                Row(
+                    opened, time.perf_counter(), threading.get_native_id(), "read", "complete", kind, envelope.id,
+                    envelope.reply_to, connection.peer.name, frames.nbytes, "",
+                )
+            )  # fmt: skip
+
+    def on_receive(self) -> None:
+        """A message is about to be handled. The first one of a session has the worker take part in earnest."""
+        recording = self._recording
+        if recording is None or recording.has_joined:
+            return
+        with self._lock:
+            if recording.has_joined:
+                return
+            recording.has_joined = True
+        self._start_operators(recording)
+        root = sender_of(recording.session.id)
+        try:
+            told = self._worker.call_async(root, profiler_joined, (recording.session.id, self._worker.id), timeout=30.0)
+        except TelegradError:
+            self._drop(recording)  # nobody would ever collect it
+        else:
+            told.add_done_callback(lambda done: self._on_told(recording, done))
+
+    def _on_told(self, recording: _Recording, done: Any) -> None:
+        try:
+            is_wanted = done.value()
+        except TelegradError:
+            is_wanted = False
+        if not is_wanted:
+            self._drop(recording)
+
+    def _on_event(self, event: Event) -> None:
+        recording = self._recording
+        if recording is not None and not recording.is_held:
+            recording.add(
+                Row(
+                    event.at, 0.0, threading.get_native_id(), event.stage, event.phase, event.kind, event.message_id,
+                    event.reply_to, event.peer, event.nbytes, event.detail,
+                )
+            )  # fmt: skip
+
+    # -- a session -------------------------------------------------------------------------------------
+
+    @property
+    def session(self) -> Session | None:
+        """The one that this worker takes part in."""
+        recording = self._recording
+        return None if recording is None else recording.session
+
+    def start(self, session: Session) -> bool:
+        """Takes part, from now on; False if it does in another session."""
+        recording = self._begin(session, has_joined=True)
+        if recording.session.id != session.id:
+            return False
+        if recording.operators is None:
+            self._start_operators(recording)
+        return True
+
+    def _begin(self, session: Session, *, has_joined: bool) -> _Recording:
+        with self._lock:
+            if self._recording is None:
+                self._recording = _Recording(session, has_joined=has_joined)
+                self._unsubscribe = self._events.subscribe(self._on_event)
+            return self._recording
+
+    def _start_operators(self, recording: _Recording) -> None:
+        recording.operators, why = Operators.start(recording.session.id, recording.session.settings)
+        if why:
+            recording.missing = f"its operators are missing: {why}"
+
+    def hold(self, session_id: int) -> bool:
+        """Nothing new is recorded but what others have sent before. Returns whether it takes part."""
+        recording = self._recording
+        if recording is None or recording.session.id != session_id:
+            return False
+        self._hold(recording)
+        return True
+
+    def _hold(self, recording: _Recording) -> None:
+        with self._lock:
+            if recording.is_held:
+                return
+            recording.is_held = True
+        recording.ended = time.perf_counter()
+        operators, recording.operators = recording.operators, None
+        if operators is not None:
+            recording.exported, why = operators.stop()
+            if why:
+                recording.missing = f"its operators are missing: {why}"
+
+    def collect(self, session_id: int) -> Part | None:
+        """Ends it, and gives what was recorded; None if it takes no part."""
+        recording = self._recording
+        if recording is None or recording.session.id != session_id:
+            return None
+        self._drop(recording)
+        return Part(
+            self._worker.name,
+            self._worker.id,
+            f"{os.uname().nodename}/{os.getpid()}",
+            recording.rows,
+            recording.threads,
+            recording.began,
+            recording.ended,
+            recording.exported,
+            recording.missing,
+            clock_offset(),
+            tuple(recording.sent_to),
+        )
+
+    def _drop(self, recording: _Recording) -> None:
+        self._hold(recording)
+        with self._lock:
+            if self._recording is recording:
+                self._recording = None
+                self._unsubscribe()
+
+    def on_lost(self, peer: int) -> None:
+        """A worker is gone: if it was the root, nobody wants the recording any more."""
+        recording = self._recording
+        if recording is not None and sender_of(recording.session.id) == peer:
+            logger.info("worker %r: the root of a profile is gone, its recording is dropped", self._worker.name)
+            self._drop(recording)
+
+    def close(self) -> None:
+        """The worker shuts down."""
+        recording = self._recording
+        if recording is not None:
+            self._drop(recording)
+
+
+def _nothing() -> None:
+    pass
+
+
+# -- what recorders and roots call on each other -----------------------------------------------------------
+
+# By session: what its root does when a worker has joined.
+roots: dict[int, Callable[[int], None]] = {}
+
+
+def profiler_joined(session_id: int, worker_id: int) -> bool:
+    """Run by the root: a worker takes part from now on. Returns whether it may."""
+    on_joined = roots.get(session_id)
+    if on_joined is None:
+        return False
+    on_joined(worker_id)
+    return True
+
+
+def profiler_start(session: Session) -> bool:
+    return current.current_worker().recorder.start(session)
+
+
+def profiler_clock() -> float:
+    return time.perf_counter()
+
+
+def profiler_hold(session_id: int) -> bool:
+    return current.current_worker().recorder.hold(session_id)
+
+
+def profiler_collect(session_id: int) -> Part | None:
+    return current.current_worker().recorder.collect(session_id)
+
+
+# The names of all these: what they do is no part of what is profiled.
+OWN = frozenset(("profiler_joined", "profiler_start", "profiler_clock", "profiler_hold", "profiler_collect"))
