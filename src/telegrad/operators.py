@@ -6,10 +6,14 @@ started here only where no other one runs, and workers of one process share it.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import tempfile
 import threading
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from .messages import Settings
 from .profiled_calls import FOLLOWS_CALLS
 
 _lock = threading.Lock()  # guards _session
+_has_started = False
 _session = 0  # the one whose operators this process records; 0: none
 
 
@@ -44,8 +49,9 @@ class Operators:
         try:
             profile = _profile(settings)
             setattr(profile, FOLLOWS_CALLS, False)
-            profile._prepare_trace()
-            profile._start_trace()
+            with _quietly():
+                profile._prepare_trace()
+                profile._start_trace()
         except BaseException as error:
             _end()
             if not isinstance(error, Exception):
@@ -67,6 +73,35 @@ class Operators:
             return b"", f"torch's profiler failed: {error}"
         finally:
             _end()
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """torch's profiler prints, when it is first started on any but the main thread, an error that is none. Whatever
+    else is printed meanwhile comes a moment later."""
+    global _has_started
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    if _has_started or threading.current_thread() is threading.main_thread():
+        yield
+        return
+    _has_started = True
+    with tempfile.TemporaryFile() as printed:
+        try:
+            sys.stderr.flush()
+            before = os.dup(2)
+        except (OSError, ValueError, AttributeError):  # there is no stderr
+            yield
+            return
+        try:
+            os.dup2(printed.fileno(), 2)
+            yield
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            printed.seek(0)
+            for line in printed:
+                if b"External init callback" not in line:
+                    os.write(2, line)
 
 
 def _end() -> None:
@@ -93,13 +128,12 @@ def _profile(settings: Settings) -> Any:
     )
 
 
-def clock_offset() -> float:
-    """What is added to time.perf_counter() for the clock of torch's export, in seconds. The quickest of several
-    looks."""
+def clock_offset() -> int:
+    """What is added to time.perf_counter_ns() for the clock of torch's export. The quickest of several looks."""
     looks = []
     for _ in range(9):
         before = time.perf_counter_ns()
         unix = time.time_ns()
         after = time.perf_counter_ns()
-        looks.append((after - before, unix - (before + after) / 2))
-    return min(looks)[1] / 1e9
+        looks.append((after - before, unix - (before + after) // 2))
+    return min(looks)[1]

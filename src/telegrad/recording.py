@@ -65,8 +65,9 @@ class Part(msgspec.Struct, frozen=True):
     ended: float
     operators: bytes  # torch's export, compressed; none where another worker of the process has it
     missing: str  # why there are no operators, or not all rows
-    clock_offset: float  # see operators.py
+    clock_offset: int  # in nanoseconds: see operators.py
     sent_to: tuple[int, ...]
+    main_thread: int  # of the root: the one that began the session; else 0
 
 
 class _Recording:
@@ -74,6 +75,7 @@ class _Recording:
         self.session = session
         self.began = time.perf_counter()
         self.ended = 0.0
+        self.main_thread = threading.get_native_id() if has_joined else 0
         self.rows: list[Row] = []  # appended to on any thread
         self.threads: dict[int, str] = {}
         self.sent_to: set[int] = set()
@@ -177,6 +179,12 @@ class Recorder:
         recording = self._recording
         return None if recording is None else recording.session
 
+    @property
+    def sent_to(self) -> set[int]:
+        """The workers that were told of the session from here."""
+        recording = self._recording
+        return set() if recording is None else set(recording.sent_to)
+
     def start(self, session: Session) -> bool:
         """Takes part, from now on; False if it does in another session."""
         recording = self._begin(session, has_joined=True)
@@ -236,6 +244,7 @@ class Recorder:
             recording.missing,
             clock_offset(),
             tuple(recording.sent_to),
+            recording.main_thread,
         )
 
     def _drop(self, recording: _Recording) -> None:
