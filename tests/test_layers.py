@@ -18,11 +18,14 @@ LAYERS = """
     cli compat.replacing
     compat.agent compat.calls compat.children
     compat.profiling
-    profiler.session
-    profiler.drawing
+    profiler.session profiler.drawing
     profiler.trace
-    profiler.summary profiler.timeline
-    profiler.spans profiler.clocks
+    profiler.summary
+    profiler.critical_path
+    profiler.breakdown profiler.averages
+    profiler.timeline
+    profiler.clocks
+    profiler.spans
     optim nn testing
     local_optimizer local_module
     cluster

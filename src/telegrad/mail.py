@@ -11,9 +11,9 @@ from . import current
 from .asking import Caller, ask
 from .codec import Body, Codec, Control
 from .errors import PeerLostError, RemoteError, TransportError, UnknownWorkerError, text_of
+from .events import Events
 from .gradients.attach import Attach
 from .gradients.contexts import Context
-from .events import Events
 from .messages import Envelope, Failure, Hello, sender_of
 from .peers import Peers
 from .pending import PendingCall

@@ -197,7 +197,7 @@ def span(name: str) -> Any:
 
 def run(settings: Settings, worker_id: int, function: Callable[[], Any]) -> Any:
     """Runs a function under the profiler: its result as Profiled, or the future of that."""
-    if torch.autograd._profiler_enabled():
+    if torch._C._autograd._profiler_enabled():
         return function()  # this thread has a profile of its own user
     began = time.perf_counter()
     profile = legacy.profile(
@@ -231,8 +231,8 @@ def value_of(result: Any) -> Any:
 
 # -- torch's profiles --------------------------------------------------------------------------------------
 
-_enable_legacy = torch._C._autograd._enable_profiler_legacy  # type: ignore[attr-defined]
-_disable_legacy = torch._C._autograd._disable_profiler_legacy  # type: ignore[attr-defined]
+_enable_legacy = torch._C._autograd._enable_profiler_legacy
+_disable_legacy = torch._C._autograd._disable_profiler_legacy
 _parse_legacy: Callable[[Any], list[Event]] = legacy._parse_legacy_records
 _parse_kineto = kineto.profile._parse_kineto_results
 _export_kineto = kineto.profile.export_chrome_trace

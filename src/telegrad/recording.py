@@ -34,7 +34,9 @@ class Host(Protocol):
 
     name: str
     id: int
-    call_async: Callable[..., Any]
+
+    @property
+    def call_async(self) -> Callable[..., Any]: ...
 
 
 class Row(NamedTuple):
@@ -144,10 +146,18 @@ class Recorder:
             if recording.has_joined:
                 return
             recording.has_joined = True
+        began = time.perf_counter()
         self._start_operators(recording)
+        recording.add(
+            Row(
+                began, time.perf_counter(), threading.get_native_id(), "join", "complete", "", 0, 0, "", 0, "",
+            )
+        )  # fmt: skip
         root = sender_of(recording.session.id)
         try:
-            told = self._worker.call_async(root, profiler_joined, (recording.session.id, self._worker.id), timeout=30.0)
+            told = self._worker.call_async(
+                root, profiler_joined, (recording.session.id, self._worker.id), timeout=30.0
+            )
         except TelegradError:
             self._drop(recording)  # nobody would ever collect it
         else:
@@ -258,7 +268,9 @@ class Recorder:
         """A worker is gone: if it was the root, nobody wants the recording any more."""
         recording = self._recording
         if recording is not None and sender_of(recording.session.id) == peer:
-            logger.info("worker %r: the root of a profile is gone, its recording is dropped", self._worker.name)
+            logger.info(
+                "worker %r: the root of a profile is gone, its recording is dropped", self._worker.name
+            )
             self._drop(recording)
 
     def close(self) -> None:

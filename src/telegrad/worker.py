@@ -272,7 +272,14 @@ class Worker:
             detail = f"of message {envelope.reply_to}"
         self.events.emit(
             Event(
-                stage, phase, kind, envelope.id, connection.peer.name, nbytes, detail, reply_to=envelope.reply_to
+                stage,
+                phase,
+                kind,
+                envelope.id,
+                connection.peer.name,
+                nbytes,
+                detail,
+                reply_to=envelope.reply_to,
             )
         )
 

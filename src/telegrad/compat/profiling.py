@@ -18,7 +18,9 @@ from ..events import Event
 Records = Any  # of the legacy profiler, of one call
 
 _lock = threading.Lock()  # guards both below
-_profiles: list[tuple[Any, list[Records]]] = []  # the configuration, and what was recorded; the innermost last
+_profiles: list[
+    tuple[Any, list[Records]]
+] = []  # the configuration, and what was recorded; the innermost last
 _unsubscribe: Callable[[], None] | None = None
 
 
@@ -56,12 +58,12 @@ def _on_event(event: Event) -> None:
         return
     if event.phase == "started":
         config = _profiles[-1][0] if _profiles else None
-        if config is not None and not torch.autograd._profiler_enabled():
-            torch._C._autograd._enable_profiler_legacy(config)  # type: ignore[attr-defined]
+        if config is not None and not torch._C._autograd._profiler_enabled():
+            torch._C._autograd._enable_profiler_legacy(config)
             _thread.is_recording = True
     elif _thread.is_recording:
         _thread.is_recording = False
-        records = torch._C._autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
+        records = torch._C._autograd._disable_profiler_legacy()
         with _lock:
             for _, found in _profiles:
                 found.append(records)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from .timeline import ChromeEvent
@@ -14,11 +14,9 @@ _OPERATORS = frozenset(("cpu_op", "user_annotation", "python_function"))
 _ON_DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 
 
-def function_events(
-    events: Iterable[ChromeEvent], ids: Mapping[int, int], *, per_worker: bool
-) -> EventList:
-    """torch's list of events; `ids` has the worker's id for each process. Without `per_worker`, the same operator of all
-    workers has one average."""
+def function_events(events: Iterable[ChromeEvent], ids: Mapping[int, int], *, per_worker: bool) -> EventList:
+    """torch's list of events; `ids` has the worker's id for each process. Without `per_worker`, an operator has the same
+    name on all workers, and one average."""
     found = []
     threads: dict[tuple[int, Any], int] = {}
     uses_device = False
@@ -51,4 +49,3 @@ def function_events(
     listed = EventList(found, use_device="cuda" if uses_device else None)
     listed._build_tree()
     return listed
-

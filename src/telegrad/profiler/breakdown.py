@@ -1,8 +1,8 @@
 """Where a worker's time went: each moment is one of compute, serialise, wire, wait or idle.
 
 A worker has several threads. Whatever comes first in this list, on any of them, is what the worker does at that moment.
-While none of them works, a message on its way to or from the worker makes the moment `wire`; a thread that waits makes it
-`wait`; and with neither the worker is `idle`.
+While none of them works, a message on its way to or from the worker makes the moment `wire`; else a thread that waits
+makes it `wait`; and with neither the worker is `idle`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _STATE_OF = {
     "serialise": "serialise",
     "wire": "wire",
     "wait": "wait",
+    "profiler": "wait",  # a worker that takes part starts to
 }
 OWN = frozenset(_STATE_OF)  # the categories of telegrad's own slices
 _OPERATORS = frozenset(("cpu_op", "kernel", "gpu_memcpy", "gpu_memset"))
@@ -35,7 +36,7 @@ def breakdown(
     """For each worker, the microseconds of each state within the windows."""
     pieces: dict[int, list[tuple[float, float, str]]] = defaultdict(list)
     for (pid, _), slices in by_thread(events).items():
-        pieces[pid] += _leaves(slices)
+        pieces[pid] += innermost(slices)
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in _OPERATORS:
             pieces[event["pid"]].append((event["ts"], event["ts"] + event["dur"], "operator"))
@@ -55,8 +56,8 @@ def by_thread(events: Iterable[ChromeEvent]) -> dict[tuple[int, int], list[Chrom
     return found
 
 
-def _leaves(slices: Sequence[ChromeEvent]) -> list[tuple[float, float, str]]:
-    """What the thread did from when to when: of slices inside of each other the innermost counts."""
+def innermost(slices: Sequence[ChromeEvent]) -> list[tuple[float, float, str]]:
+    """What a thread did from when to when: of slices inside of each other the innermost counts."""
     found: list[tuple[float, float, str]] = []
     stack: list[tuple[float, str]] = []  # (end, state)
     at = 0.0

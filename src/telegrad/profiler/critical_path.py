@@ -78,9 +78,7 @@ class _Graph:
             place = parents[place]
         return None
 
-    def last(
-        self, thread: tuple[int, int], category: str, at: float, floor: float
-    ) -> ChromeEvent | None:
+    def last(self, thread: tuple[int, int], category: str, at: float, floor: float) -> ChromeEvent | None:
         """The slice of that kind that began last in between."""
         slices = self._by_category.get((thread, category), [])
         place = bisect_left(slices, at, key=_start) - 1
@@ -93,7 +91,8 @@ class _Graph:
         last = bisect_right(messages, end, key=_read)
         within = messages[first:last]
         answers = [m for m in within if m.reply_to == wait["args"].get("message")]
-        return (answers or within or [None])[-1]
+        found = answers or within
+        return found[-1] if found else None
 
     def busy_before(self, pid: int, at: float) -> tuple[tuple[int, int], float] | None:
         """The thread of a process that was last at work on something before a moment, and when."""
@@ -163,10 +162,20 @@ def _follow(
 
     while at > floor and len(links) < _LONGEST:
         handled = graph.enclosing(thread, at, "handle")
+        if handled is None and graph.enclosing(thread, at, "program") is None:
+            # A thread that somebody has given something to do. Whoever was at work then is taken to be who.
+            earlier = graph.busy_before(thread[0], at)
+            if earlier is None:
+                break
+            add(thread[0], "wait", "for a thread", earlier[1], at)
+            if earlier[0] == thread and earlier[1] >= at:
+                break
+            thread, at = earlier
+            continue
         began = handled["ts"] if handled is not None else floor
         wait = graph.last(thread, "wait", at, began)
         if wait is not None:
-            end = min(at, wait["ts"] + wait["dur"])
+            end = min(at, _end(wait))
             _add_work(graph, add, thread, end, at)
             message = graph.ended_by(wait, end)
             if message is None or message.sent >= at:
@@ -178,17 +187,10 @@ def _follow(
             continue
         _add_work(graph, add, thread, began, at)
         message = graph.by_id.get(handled["args"]["message"]) if handled is not None else None
-        if message is not None and message.sent < at:
-            add(thread[0], "wait", "for a thread", message.read, began)
-            thread, at = jump(message)
-            continue
-        if handled is None and graph.enclosing(thread, at, "program") is not None:
+        if message is None or message.sent >= at:
             break
-        earlier = graph.busy_before(thread[0], began if handled is not None else at)
-        if earlier is None or earlier[1] >= at:
-            break
-        add(thread[0], "wait", "for a thread", earlier[1], at)
-        thread, at = earlier
+        add(thread[0], "wait", "for a thread", message.read, began)
+        thread, at = jump(message)
     return links
 
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from ..errors import TraceError
-from .breakdown import by_thread
+from .breakdown import OWN, innermost
 from .timeline import MESSAGES, ChromeEvent
 from .trace import Trace
 
 COLORS = {"compute": "#4c78a8", "serialise": "#eeca3b", "wire": "#e4772e", "wait": "#d5d5d5"}
 LABELS = {"compute": "compute", "serialise": "serialising", "wire": "on the wire", "wait": "waiting"}
 FORWARD, BACKWARD = "#555555", "#c0392b"  # of arrows
-_SHADES = ("#4c78a8", "#72a0c9")  # of functions next to each other
-_KIND_OF = {"run": "compute", "serialise": "serialise", "wire": "wire", "wait": "wait"}
-_ORDER = {"wait": 0, "compute": 1, "serialise": 2, "wire": 3}  # what is drawn over what
+_DARK = "#2f4b6c"  # of operators
 _MOST_ARROWS = 400
 _OPERATORS = frozenset(("cpu_op",))
 _INK = "#2b2b2b"
+
+
+class _Lane(NamedTuple):
+    slices: list[ChromeEvent]  # telegrad's own
+    operators: list[ChromeEvent]
 
 
 def draw(
@@ -31,8 +35,8 @@ def draw(
     first: float | None = None,
     last: float | None = None,
 ) -> None:
-    """Draws a trace, or its part from `first` to `last` microseconds. The format is that of the path's suffix (PNG, SVG,
-    PDF); PNG for a file object.
+    """Draws a trace, or its part from `first` to `last` microseconds. The path's suffix says the format (PNG, SVG, PDF);
+    a file object gets PNG.
 
     Raises:
         TraceError: there is nothing to draw.
@@ -40,22 +44,30 @@ def draw(
     """
     from matplotlib.figure import Figure
 
-    slices = [e for found in by_thread(trace.events).values() for e in found if e["cat"] != "program"]
-    if not slices and not any(e.get("ph") == "X" for e in trace.events):
+    slices = [e for e in trace.events if e.get("ph") == "X"]
+    if not slices:
         raise TraceError("there is nothing to draw: the trace has no spans")
     start, end = _limits(trace, slices)
     start, end = (start if first is None else first), (end if last is None else last)
     if start >= end:
         raise ValueError(f"first is {start} and last is {end}: choose a first that comes before the last")
-    lanes = _lanes(trace, start, end)
+    lanes = {lane: _Lane([], []) for lane in _lanes(trace, start, end)}
+    for event in slices:
+        lane = lanes.get((event["pid"], event["tid"]))
+        if lane is not None and event.get("cat") in OWN:
+            lane.slices.append(event)
+        elif lane is not None and event.get("cat") in _OPERATORS:
+            lane.operators.append(event)
+    for lane in lanes.values():
+        lane.slices.sort(key=lambda e: (e["ts"], -e["dur"]))
     height = 1.1 + 0.42 * len(lanes) + 0.22 * len({pid for pid, _ in lanes})
     figure = Figure(figsize=(12, height), layout="constrained")
     axes = figure.subplots()
     scale, unit = _scale(end - start)
-    places = _places(lanes)
+    places = _places(list(lanes))
     _draw_bands(axes, trace, places, (end - start) * scale)
-    for (pid, thread), place in places.items():
-        _draw_lane(axes, trace, pid, thread, place, start, end, scale)
+    for key, place in places.items():
+        _draw_lane(axes, lanes[key], place, start, end, scale)
     _draw_arrows(axes, trace, places, start, end, scale)
     _decorate(figure, axes, trace, (end - start) * scale, unit, max(places.values(), default=0))
     if isinstance(path_or_file, str | os.PathLike):
@@ -66,9 +78,9 @@ def draw(
 
 def _limits(trace: Trace, slices: Sequence[ChromeEvent]) -> tuple[float, float]:
     if trace.about:
-        return tuple(trace.about["window"])  # type: ignore[return-value]
-    found = slices or [e for e in trace.events if e.get("ph") == "X"]
-    return min(e["ts"] for e in found), max(e["ts"] + e["dur"] for e in found)
+        first, last = trace.about["window"]
+        return first, last
+    return min(e["ts"] for e in slices), max(e["ts"] + e["dur"] for e in slices)
 
 
 def _scale(length: float) -> tuple[float, str]:
@@ -81,7 +93,7 @@ def _lanes(trace: Trace, start: float, end: float) -> list[tuple[int, int]]:
     """The threads with something to show, worker by worker; the program's own first."""
     found: dict[int, dict[int, float]] = {pid: {} for pid in trace.processes}
     for event in trace.events:
-        shown = event.get("cat") in _KIND_OF or event.get("cat") in ("handle", "program", *_OPERATORS)
+        shown = event.get("cat") in OWN or event.get("cat") in _OPERATORS
         if event.get("ph") == "X" and shown and event["ts"] < end and event["ts"] + event["dur"] > start:
             threads = found.setdefault(event["pid"], {})
             weight = float("inf") if event["cat"] == "program" else event["dur"]
@@ -116,38 +128,27 @@ def _draw_bands(axes: Any, trace: Trace, places: dict[tuple[int, int], float], l
         )  # fmt: skip
 
 
-def _draw_lane(
-    axes: Any, trace: Trace, pid: int, thread: int, place: float, start: float, end: float, scale: float
-) -> None:
+def _draw_lane(axes: Any, lane: _Lane, place: float, start: float, end: float, scale: float) -> None:
     boxes: dict[str, list[tuple[float, float]]] = defaultdict(list)
     names: list[tuple[float, float, str]] = []
-    for event in trace.events:
-        if event.get("ph") != "X" or event["pid"] != pid or event["tid"] != thread:
-            continue
-        left, right = max(event["ts"], start), min(event["ts"] + event["dur"], end)
-        if right <= left:
-            continue
-        box = ((left - start) * scale, (right - left) * scale)
-        kind = _KIND_OF.get(event["cat"])
-        if kind is not None:
-            boxes[kind].append(box)
-        elif event["cat"] in _OPERATORS:
-            boxes["operator"].append(box)
-        elif event["cat"] == "program":
-            boxes["program"].append(box)
-        if event["cat"] == "run":
-            names.append((*box, event["name"]))
+
+    def box(left: float, right: float) -> tuple[float, float]:
+        left, right = max(left, start), min(right, end)
+        return (left - start) * scale, (right - left) * scale
+
+    slices = lane.slices
+    for left, right, state in innermost(slices):
+        boxes[state].append(box(left, right))
+    for event in lane.operators:
+        boxes["operator"].append(box(event["ts"], event["ts"] + event["dur"]))
+    names = [(*box(e["ts"], e["ts"] + e["dur"]), e["name"]) for e in slices if e["cat"] == "run"]
     length = (end - start) * scale
     for kind, found in boxes.items():
+        shown = [(left, width) for left, width in found if width > 0]
         if kind == "operator":
-            axes.broken_barh(found, (place + 0.2, 0.16), facecolors="#2f4b6c", linewidth=0, zorder=5, alpha=0.8)
-        elif kind == "program":
-            axes.broken_barh(found, (place - 0.28, 0.56), facecolors=COLORS["compute"], alpha=0.35, linewidth=0, zorder=1)
+            axes.broken_barh(shown, (place + 0.2, 0.16), facecolors=_DARK, linewidth=0, zorder=5)
         else:
-            zorder = 2 + _ORDER[kind]
-            axes.broken_barh(
-                found, (place - 0.28, 0.56), facecolors=COLORS[kind], edgecolor="white", linewidth=0.4, zorder=zorder
-            )  # fmt: skip
+            axes.broken_barh(shown, (place - 0.28, 0.48), facecolors=COLORS[kind], linewidth=0, zorder=2)
     for left, width, name in names:
         if width > 0.012 * length * max(3, len(name)) * 0.55:
             axes.text(
@@ -171,11 +172,12 @@ def _draw_arrows(
     found.sort(key=lambda arrow: -arrow[0])
     for _, sent, read, (above, below) in found[:_MOST_ARROWS]:
         color = BACKWARD if sent["name"].startswith(("gradients", "begin", "done", "end")) else FORWARD
+        width = 0.5 + 0.2 * math.log10(max(1, sent["args"]["bytes"]))
         axes.annotate(
             "",
             xy=((read["ts"] - start) * scale, below),
             xytext=((sent["ts"] - start) * scale, above),
-            arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0,
+            arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": width, "shrinkA": 0, "shrinkB": 0,
                         "mutation_scale": 7, "alpha": 0.85},
             zorder=8,
         )  # fmt: skip
@@ -192,8 +194,11 @@ def _decorate(figure: Any, axes: Any, trace: Trace, length: float, unit: str, lo
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(colors=_INK)
     marks: list[Any] = [Patch(facecolor=COLORS[kind], label=label) for kind, label in LABELS.items()]
-    marks.append(Patch(facecolor="#2f4b6c", label="operators"))
-    marks += [Line2D([], [], color=FORWARD, label="calls, replies"), Line2D([], [], color=BACKWARD, label="gradients")]
+    marks.append(Patch(facecolor=_DARK, label="operators"))
+    marks += [
+        Line2D([], [], color=FORWARD, label="calls, replies"),
+        Line2D([], [], color=BACKWARD, label="backward pass"),
+    ]
     figure.legend(handles=marks, loc="outside upper right", ncols=len(marks), frameon=False, fontsize=9)
     if trace.missing:
         axes.set_title(f"missing: {', '.join(trace.missing)}", loc="left", fontsize=9, color=BACKWARD)

@@ -49,24 +49,30 @@ class profile(torch.profiler.profile):
         self.trace: Trace | None = None
         self._worker: Worker | None = None
         self._session: _Root | None = None
-        self._known: set[int] = set()  # who took part in earlier cycles: they are there from the beginning of the next
+        self._known: set[int] = (
+            set()
+        )  # who took part in earlier cycles: they are there from the beginning of the next
         self._accumulated: list[Trace] = []
 
     # -- what torch's class calls, by the schedule -----------------------------------------------------
 
     def prepare_trace(self) -> None:
-        """Torch's warm-up has nothing to do here: starting takes less than a millisecond."""
-        current_worker()
-
-    def start_trace(self) -> None:
-        """Starts recording, on this worker and on those that took part before.
+        """Has this worker take part, and those that took part before. What is done from here on does not count yet; but
+        workers join, and torch's profiler starts there.
 
         Raises:
             NotStartedError: this process has no worker.
             RuntimeError: this worker takes part in somebody else's profile.
         """
         self._session = _Root(current_worker(), self._settings())
-        self._session.start(self._known)
+        self._session.prepare(self._known)
+
+    def start_trace(self) -> None:
+        """What is done from here on counts."""
+        if self._session is None:
+            self.prepare_trace()
+        assert self._session is not None
+        self._session.began = time.perf_counter()
         if self.execution_trace_observer:
             self.execution_trace_observer.start()
 
@@ -110,7 +116,7 @@ class profile(torch.profiler.profile):
     def events(self, *, group_by_worker: bool = False) -> EventList:
         """The operators of all workers, as torch's FunctionEvents; with `group_by_worker`, each with its worker's id as
         `node_id`."""
-        found = []
+        found: list[Any] = []
         for trace in self._accumulated or [self._result()]:
             ids = {said["pid"]: said["id"] for said in trace.about["workers"].values()}
             found += function_events(trace.events, ids, per_worker=group_by_worker)
@@ -143,8 +149,9 @@ class _Root:
         self.took_part: set[int] = set()
         self._exchanges: dict[int, list[Exchange]] = {}
         self._missing: dict[str, str] = {}
+        self.began = time.perf_counter()
 
-    def start(self, known: Iterable[int]) -> None:
+    def prepare(self, known: Iterable[int]) -> None:
         mine = self._worker.recorder.session
         if mine is not None:
             raise RuntimeError(
@@ -155,7 +162,6 @@ class _Root:
         for worker in known:
             self._on_joined(worker)
         self._worker.recorder.start(self._session)
-        self._began = time.perf_counter()
 
     def _on_joined(self, worker: int) -> None:
         """A worker takes part. Its clock is compared at once: it may drift until the end."""
@@ -167,9 +173,7 @@ class _Root:
 
     def _compare(self, worker: int) -> None:
         try:
-            found = exchange(
-                lambda: self._worker.call(worker, recording.profiler_clock, timeout=PATIENCE)
-            )
+            found = exchange(lambda: self._worker.call(worker, recording.profiler_clock, timeout=PATIENCE))
         except TelegradError as error:
             logger.info("the clock of worker %d could not be compared: %s", worker, error)
             return
@@ -197,8 +201,8 @@ class _Root:
         parts.sort(key=lambda part: (part.worker != self._worker.name, part.id))
         self.took_part = {part.id for part in parts} - {self._worker.id}
         clocks = {part.worker: clock_of(self._exchanges.get(part.id, [])) for part in parts}
-        events, about = make_trace(parts, clocks, self._worker.name, self._began, ended, self._missing)
-        return Trace(events, about, base_ns=int(self._began * 1e9) + clock_offset())
+        events, about = make_trace(parts, clocks, self._worker.name, self.began, ended, self._missing)
+        return Trace(events, about, base_ns=int(self.began * 1e9) + clock_offset())
 
     def _everybody(self, parts: list[recording.Part]) -> set[int]:
         """Who takes part, as far as is known by now: those who said so, and those whom they have sent something."""
@@ -207,7 +211,12 @@ class _Root:
             return self.took_part.union(own, *(part.sent_to for part in parts))
 
     def _each(
-        self, workers: Iterable[int], function: Callable[..., T], args: tuple[Any, ...], *, is_new: bool = False
+        self,
+        workers: Iterable[int],
+        function: Callable[..., T],
+        args: tuple[Any, ...],
+        *,
+        is_new: bool = False,
     ) -> dict[int, T]:
         """Calls a function on each worker, on all at once. Whoever does not answer is missing."""
         futures = {}

@@ -1,7 +1,7 @@
 """From what workers recorded to spans and messages: pure, and in each worker's own time.
 
-    rows of a thread    started, started, complete, complete   ->   spans that lie inside of each other
-    rows of a message   `write` at its sender, `read` at its receiver   ->   one Message with both ends
+rows of a thread    started, started, complete, complete   ->   spans that lie inside of each other
+rows of a message   `write` at its sender, `read` at its receiver   ->   one Message with both ends
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from ..recording import OWN, Part, Row
 
 # What a stage is called in a trace, and what of a step's time it is.
-KINDS = {"encode": "serialise", "decode": "serialise", "write": "wire", "read": "wire", "wait": "wait"}
+KINDS = {
+    "encode": "serialise",
+    "decode": "serialise",
+    "write": "wire",
+    "read": "wire",
+    "wait": "wait",
+    "receive": "handle",
+    "join": "profiler",
+}
 
 
 @dataclass(slots=True)
@@ -31,8 +39,8 @@ class Span:
 
     @property
     def category(self) -> str:
-        """serialise, wire, wait, handle or run."""
-        return KINDS.get(self.stage, "handle" if self.stage == "receive" else "run")
+        """serialise, wire, wait, handle, profiler or run."""
+        return KINDS.get(self.stage, "run")
 
 
 @dataclass(slots=True)
@@ -58,7 +66,9 @@ class Message:
 class Recorded:
     spans: list[Span]
     messages: list[Message]
-    one_ended: int  # messages of which only one end was recorded: with workers that take no part, or at the edges
+    one_ended: (
+        int  # messages of which only one end was recorded: with workers that take no part, or at the edges
+    )
     own_messages: int  # the profiler's own
     own_bytes: int
 
@@ -66,7 +76,9 @@ class Recorded:
 def read_parts(parts: Sequence[Part]) -> Recorded:
     """Everything that was recorded, without what the profiler itself did."""
     own = _own_messages(row for part in parts for row in part.rows)
-    functions = {row.message: row.detail for part in parts for row in part.rows if row.stage == "run" and row.detail}
+    functions = {
+        row.message: row.detail for part in parts for row in part.rows if row.stage == "run" and row.detail
+    }
     spans: list[Span] = []
     sent: dict[int, tuple[End, Row]] = {}
     read: dict[int, tuple[End, Row]] = {}
@@ -76,7 +88,7 @@ def read_parts(parts: Sequence[Part]) -> Recorded:
         for row in part.rows:
             if row.stage == "write" and row.message in own:
                 own_sent[row.message] = row.nbytes
-            if row.message in own or row.reply_to in own:
+            if row.message in own:
                 continue
             rows.append(row)
             if row.stage in ("write", "read"):
@@ -85,13 +97,9 @@ def read_parts(parts: Sequence[Part]) -> Recorded:
         spans += _spans_of(part, rows, functions)
     both = sent.keys() & read.keys()
     messages = [
-        Message(id, row.kind, row.reply_to, end, read[id][0])
-        for id, (end, row) in sent.items()
-        if id in both
+        Message(id, row.kind, row.reply_to, end, read[id][0]) for id, (end, row) in sent.items() if id in both
     ]
-    return Recorded(
-        spans, messages, len(sent.keys() ^ read.keys()), len(own_sent), sum(own_sent.values())
-    )
+    return Recorded(spans, messages, len(sent.keys() ^ read.keys()), len(own_sent), sum(own_sent.values()))
 
 
 def _own_messages(rows: Iterable[Row]) -> set[int]:
@@ -135,11 +143,11 @@ def _spans_of(part: Part, rows: list[Row], functions: dict[int, str]) -> list[Sp
                     return
 
     for row in rows:
-        if row.stage == "read":
+        if row.until:
+            name = f"read {row.kind}" if row.stage == "read" else "the profiler starts"
             found.append(
                 Span(
-                    part.worker, row.thread, "read", f"read {row.kind}", row.at, row.until, row.message, row.peer,
-                    row.nbytes,
+                    part.worker, row.thread, row.stage, name, row.at, row.until, row.message, row.peer, row.nbytes
                 )
             )  # fmt: skip
         elif row.stage == "send" and row.phase == "started":

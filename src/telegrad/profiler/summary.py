@@ -86,7 +86,8 @@ class Summary:
         for worker in self.workers:
             per = max(self.steps, 1)
             times = [
-                f"{_time(worker.time[state] / per)} {_share(worker.time[state], self.length)}" for state in STATES
+                f"{_time(worker.time[state] / per)} {_share(worker.time[state], self.length)}"
+                for state in STATES
             ]
             rows.append([worker.name, *times, str(worker.messages_out), _bytes(worker.bytes_out)])
         return rows
@@ -155,7 +156,9 @@ def _bytes(count: int) -> str:
     return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
-def summarise(events: Sequence[ChromeEvent], about: Mapping[str, Any], processes: Mapping[int, str]) -> Summary:
+def summarise(
+    events: Sequence[ChromeEvent], about: Mapping[str, Any], processes: Mapping[int, str]
+) -> Summary:
     """What a trace says of the time of its steps; of all of it, if the program did not count any."""
     root = about.get("root", "")
     steps = _steps(events, processes, root)

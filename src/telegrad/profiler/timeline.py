@@ -42,18 +42,27 @@ def make_trace(
         return (clocks[worker].to_root(there) - began) * 1e6
 
     numbers = {part.worker: part.id + 1 for part in parts}
-    slices = [_slice(span, numbers[span.worker], at) for span in recorded.spans]
+    slices = _after_start([_slice(span, numbers[span.worker], at) for span in recorded.spans])
     main = next((part for part in parts if part.worker == root), None)
     if main is not None:
         slices.append(_program(main, numbers[root], (ended - began) * 1e6))
     operators, flows, crossing = _operators(parts, numbers, recorded.spans, slices, at)
     arrows: list[ChromeEvent] = []
-    messages = [m for m in recorded.messages if m.id not in contradicting]
+    messages = [
+        m for m in recorded.messages if m.id not in contradicting and at(m.sent.worker, m.sent.at) >= 0
+    ]
     functions = {span.message: span.name for span in recorded.spans if span.stage == "run"}
     for number, message in enumerate(messages, 1):
         arrows += _arrow(number, message, functions, numbers, at)
     gone = {name: max(numbers.values(), default=0) + place for place, name in enumerate(missing, 1)}
-    events = [*_names(parts, numbers), *_gone(missing, gone, (ended - began) * 1e6), *slices, *operators, *flows, *arrows]
+    events = [
+        *_names(parts, numbers),
+        *_gone(missing, gone, (ended - began) * 1e6),
+        *slices,
+        *operators,
+        *flows,
+        *arrows,
+    ]
     said = {
         "format": FORMAT,
         "root": root,
@@ -87,7 +96,7 @@ def _event(phase: str, category: str, name: str, pid: int, tid: int, ts: float, 
 
 def _slice(span: Span, pid: int, at: Callable[[str, float], float]) -> ChromeEvent:
     start, end = at(span.worker, span.start), at(span.worker, span.end)
-    args: dict[str, Any] = {"message": str(span.message), "peer": span.peer}
+    args: dict[str, Any] = {"message": str(span.message), "peer": span.peer} if span.message else {}
     if span.nbytes:
         args["bytes"] = span.nbytes
     return _event(
@@ -110,7 +119,12 @@ def _arrow(
     function = functions.get(message.id) or functions.get(message.reply_to)
     name = f"{message.kind} {function}" if function else message.kind
     sent, read = message.sent, message.read
-    args: dict[str, Any] = {"bytes": sent.nbytes, "from": sent.worker, "to": read.worker, "message": str(message.id)}
+    args: dict[str, Any] = {
+        "bytes": sent.nbytes,
+        "from": sent.worker,
+        "to": read.worker,
+        "message": str(message.id),
+    }
     if message.reply_to:
         args["reply_to"] = str(message.reply_to)
     leaves, arrives = at(sent.worker, sent.at), at(read.worker, read.at)
@@ -168,7 +182,9 @@ def _operators(
         if not part.operators:
             continue
         exported = json.loads(zlib.decompress(part.operators))
-        shift = (exported.get("baseTimeNanoseconds", 0) - part.clock_offset) / 1000  # to perf_counter, in microseconds
+        shift = (
+            exported.get("baseTimeNanoseconds", 0) - part.clock_offset
+        ) / 1000  # to perf_counter, in microseconds
         for event in exported["traceEvents"]:
             if event.get("ph") not in ("X", "s", "f", "i") or event.get("cat") in ("Trace", "overhead"):
                 continue
@@ -184,7 +200,20 @@ def _operators(
             else:
                 event["id"] = f"{part.worker}/{event.get('id')}"
                 flows.append(event)
-    return operators, flows, _fit(operators, around)
+    operators = _after_start(operators)
+    return operators, [flow for flow in flows if flow["ts"] >= 0], _fit(operators, around)
+
+
+def _after_start(events: Iterable[ChromeEvent]) -> list[ChromeEvent]:
+    """Without what a warm-up recorded. What goes on when the profile begins is there from then on."""
+    found = []
+    for event in events:
+        end = event["ts"] + event["dur"]
+        if end > 0 or event["ts"] >= 0:
+            if event["ts"] < 0:
+                event["ts"], event["dur"] = 0.0, round(end, 3)
+            found.append(event)
+    return found
 
 
 _ON_DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"))

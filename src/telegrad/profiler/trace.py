@@ -1,6 +1,6 @@
 """Trace: what all workers did, as one file that Perfetto opens.
 
-    load(path), merge(paths)  ->  Trace  ->  save(path), summary()
+load(path), merge(paths)  ->  Trace  ->  save(path), summary()
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Trace:
     telegrad did not make.
     """
 
-    def __init__(self, events: list[ChromeEvent], about: dict[str, Any] | None = None, *, base_ns: int = 0) -> None:
+    def __init__(
+        self, events: list[ChromeEvent], about: dict[str, Any] | None = None, *, base_ns: int = 0
+    ) -> None:
         self.events = events
         self.about = about or {}
         self.base_ns = base_ns  # the time of day at which times are 0
