@@ -70,6 +70,7 @@ class Part(msgspec.Struct, frozen=True):
     clock_offset: int  # in nanoseconds: see operators.py
     sent_to: tuple[int, ...]
     main_thread: int  # of the root: the one that began the session; else 0
+    started_by: int  # the call by which the root has had it take part; 0: none
 
 
 class _Recording:
@@ -78,6 +79,7 @@ class _Recording:
         self.began = time.perf_counter()
         self.ended = 0.0
         self.main_thread = threading.get_native_id() if has_joined else 0
+        self.started_by = 0
         self.rows: list[Row] = []  # appended to on any thread
         self.threads: dict[int, str] = {}
         self.sent_to: set[int] = set()
@@ -195,11 +197,12 @@ class Recorder:
         recording = self._recording
         return set() if recording is None else set(recording.sent_to)
 
-    def start(self, session: Session) -> bool:
-        """Takes part, from now on; False if it does in another session."""
+    def start(self, session: Session, *, started_by: int = 0) -> bool:
+        """Takes part, from now on; False if it does in another session. `started_by` is the root's call."""
         recording = self._begin(session, has_joined=True)
         if recording.session.id != session.id:
             return False
+        recording.started_by = started_by
         if recording.operators is None:
             self._start_operators(recording)
         return True
@@ -255,6 +258,7 @@ class Recorder:
             clock_offset(),
             tuple(recording.sent_to),
             recording.main_thread,
+            recording.started_by,
         )
 
     def _drop(self, recording: _Recording) -> None:
@@ -300,7 +304,9 @@ def profiler_joined(session_id: int, worker_id: int) -> bool:
 
 
 def profiler_start(session: Session) -> bool:
-    return current.current_worker().recorder.start(session)
+    serving = current.current_serving()
+    assert serving is not None
+    return current.current_worker().recorder.start(session, started_by=serving.message_id)
 
 
 def profiler_clock() -> float:

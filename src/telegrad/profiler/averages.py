@@ -15,7 +15,7 @@ _ON_DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 
 
 def function_events(events: Iterable[ChromeEvent], ids: Mapping[int, int], *, per_worker: bool) -> EventList:
-    """torch's list of events; `ids` has the worker's id for each process. Without `per_worker`, an operator has the same
+    """torch's list of events; `ids` has the id of each process's worker. Without `per_worker`, an operator has the same
     name on all workers, and one average."""
     found = []
     threads: dict[tuple[int, Any], int] = {}

@@ -35,7 +35,7 @@ def draw(
     first: float | None = None,
     last: float | None = None,
 ) -> None:
-    """Draws a trace, or its part from `first` to `last` microseconds. The path's suffix says the format (PNG, SVG, PDF);
+    """Draws a trace, or its part from `first` to `last` microseconds. A path's suffix says the format (PNG, SVG, PDF);
     a file object gets PNG.
 
     Raises:

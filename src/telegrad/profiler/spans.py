@@ -6,7 +6,7 @@ rows of a message   `write` at its sender, `read` at its receiver   ->   one Mes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..recording import OWN, Part, Row
@@ -75,7 +75,7 @@ class Recorded:
 
 def read_parts(parts: Sequence[Part]) -> Recorded:
     """Everything that was recorded, without what the profiler itself did."""
-    own = _own_messages(row for part in parts for row in part.rows)
+    own = _own_messages(parts)
     functions = {
         row.message: row.detail for part in parts for row in part.rows if row.stage == "run" and row.detail
     }
@@ -102,10 +102,10 @@ def read_parts(parts: Sequence[Part]) -> Recorded:
     return Recorded(spans, messages, len(sent.keys() ^ read.keys()), len(own_sent), sum(own_sent.values()))
 
 
-def _own_messages(rows: Iterable[Row]) -> set[int]:
+def _own_messages(parts: Sequence[Part]) -> set[int]:
     """The calls that the profiler made itself, and their answers."""
-    rows = list(rows)
-    calls = {row.message for row in rows if row.detail in OWN}
+    rows = [row for part in parts for row in part.rows]
+    calls = {row.message for row in rows if row.detail in OWN} | {part.started_by for part in parts} - {0}
     return calls | {row.message for row in rows if row.reply_to in calls}
 
 
