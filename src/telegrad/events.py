@@ -16,14 +16,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 logger = logging.getLogger("telegrad")
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One step of one message. `stage` is one of the above; `phase` is "started", "complete" or "failed"."""
 
     stage: str
@@ -33,8 +31,8 @@ class Event:
     peer: str
     nbytes: int = 0
     detail: str = ""
-    at: float = field(default_factory=time.perf_counter)
     reply_to: int = 0  # the message that this one answers
+    at: float = 0.0  # time.perf_counter(); set when it is emitted
 
 
 class Events:
@@ -55,7 +53,7 @@ class Events:
 
     def span(self, stage: str, kind: str, message_id: int, peer: str, detail: str = "") -> Span:
         """Reports that a stage has started, and, as a context manager or by `end`, that it is over."""
-        self.emit(Event(stage, "started", kind, message_id, peer, 0, detail))
+        self.emit(Event(stage, "started", kind, message_id, peer, 0, detail, 0, time.perf_counter()))
         return Span(self, stage, kind, message_id, peer)
 
     def emit(self, event: Event) -> None:
@@ -76,7 +74,9 @@ class Span(NamedTuple):
     peer: str
 
     def end(self, phase: str = "complete") -> None:
-        self.events.emit(Event(self.stage, phase, self.kind, self.message_id, self.peer))
+        self.events.emit(
+            Event(self.stage, phase, self.kind, self.message_id, self.peer, 0, "", 0, time.perf_counter())
+        )
 
     def __enter__(self) -> None:
         pass

@@ -34,6 +34,9 @@ class Kind(IntEnum):
     RETURN = 11
 
 
+KIND_NAMES = {int(kind): kind.name.lower() for kind in Kind}
+
+
 def sender_of(message_id: int) -> int:
     """The id of the worker that made a message, context or pass with this id."""
     return message_id >> COUNTER_BITS

@@ -21,7 +21,7 @@ import msgspec
 from . import current, profiled_calls
 from .errors import TelegradError
 from .events import Event, Events, logger
-from .messages import Envelope, Hello, Kind, Profiling, Session, sender_of
+from .messages import KIND_NAMES, Envelope, Hello, Kind, Profiling, Session, sender_of
 from .operators import Operators, clock_offset
 from .transport.base import Connection, Frames
 
@@ -80,7 +80,7 @@ class _Recording:
         self.ended = 0.0
         self.main_thread = threading.get_native_id() if has_joined else 0
         self.started_by = 0
-        self.rows: list[Row] = []  # appended to on any thread
+        self._events: list[tuple[Event, float, int]] = []  # with end and thread; appended to on any thread
         self.threads: dict[int, str] = {}
         self.sent_to: set[int] = set()
         self.has_joined = has_joined
@@ -89,13 +89,24 @@ class _Recording:
         self.exported = b""
         self.missing = ""
 
-    def add(self, row: Row) -> None:
-        if row.thread not in self.threads:
-            self.threads[row.thread] = threading.current_thread().name
-        if len(self.rows) < MOST_ROWS:
-            self.rows.append(row)
+    def add(self, event: Event, until: float = 0.0) -> None:
+        thread = threading.get_native_id()
+        if thread not in self.threads:
+            self.threads[thread] = threading.current_thread().name
+        if len(self._events) < MOST_ROWS:
+            self._events.append((event, until, thread))
         elif not self.missing:
             self.missing = f"more than {MOST_ROWS} events: the rest is left out"
+
+
+    def rows(self) -> list[Row]:
+        return [
+            Row(
+                event.at, until, thread, event.stage, event.phase, event.kind, event.message_id, event.reply_to,
+                event.peer, event.nbytes, event.detail,
+            )
+            for event, until, thread in self._events
+        ]  # fmt: skip
 
 
 class Recorder:
@@ -131,13 +142,11 @@ class Recorder:
         if recording is None and envelope.kind not in _ANSWERS:
             recording = self._begin(session, has_joined=False)
         if recording is not None and recording.session.id == session.id:
-            kind = Kind(envelope.kind).name.lower()
-            recording.add(
-                Row(
-                    opened, time.perf_counter(), threading.get_native_id(), "read", "complete", kind, envelope.id,
-                    envelope.reply_to, connection.peer.name, frames.nbytes, "",
-                )
+            read = Event(
+                "read", "complete", KIND_NAMES.get(envelope.kind, "?"), envelope.id, connection.peer.name, frames.nbytes, "",
+                envelope.reply_to, opened,
             )  # fmt: skip
+            recording.add(read, time.perf_counter())
 
     def on_receive(self) -> None:
         """A message is about to be handled. The first one of a session has the worker take part in earnest."""
@@ -150,11 +159,7 @@ class Recorder:
             recording.has_joined = True
         began = time.perf_counter()
         self._start_operators(recording)
-        recording.add(
-            Row(
-                began, time.perf_counter(), threading.get_native_id(), "join", "complete", "", 0, 0, "", 0, "",
-            )
-        )  # fmt: skip
+        recording.add(Event("join", "complete", "", 0, "", at=began), time.perf_counter())
         root = sender_of(recording.session.id)
         try:
             told = self._worker.call_async(
@@ -176,12 +181,7 @@ class Recorder:
     def _on_event(self, event: Event) -> None:
         recording = self._recording
         if recording is not None and not recording.is_held:
-            recording.add(
-                Row(
-                    event.at, 0.0, threading.get_native_id(), event.stage, event.phase, event.kind, event.message_id,
-                    event.reply_to, event.peer, event.nbytes, event.detail,
-                )
-            )  # fmt: skip
+            recording.add(event)
 
     # -- a session -------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class Recorder:
             self._worker.name,
             self._worker.id,
             f"{os.uname().nodename}/{os.getpid()}",
-            recording.rows,
+            recording.rows(),
             recording.threads,
             recording.began,
             recording.ended,

@@ -45,7 +45,7 @@ from .gradients.attach import Attach
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
 from .mail import Mail
-from .messages import COUNTER_BITS, Call, Envelope, Hello, Kind, Member, WorkerInfo
+from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Hello, Kind, Member, WorkerInfo
 from .modes import current_modes
 from .peers import Peer, Peers
 from .pending import OVERHEAD_BYTES, PendingCall, PendingCalls, effective_timeout
@@ -267,21 +267,15 @@ class Worker:
         nbytes: int = 0,
         detail: str = "",
     ) -> None:
-        kind = Kind(envelope.kind).name.lower()
+        kind = KIND_NAMES.get(envelope.kind, "?")
         if not detail and envelope.kind == Kind.GRADIENTS:
             detail = f"of message {envelope.reply_to}"
         self.events.emit(
             Event(
-                stage,
-                phase,
-                kind,
-                envelope.id,
-                connection.peer.name,
-                nbytes,
-                detail,
-                reply_to=envelope.reply_to,
+                stage, phase, kind, envelope.id, connection.peer.name, nbytes, detail, envelope.reply_to,
+                time.perf_counter(),
             )
-        )
+        )  # fmt: skip
 
     def _on_control(self, peer: int, envelope: Envelope, frames: Frames) -> Callable[[], None] | None:
         """A message between workers, and not between their users. While reading."""

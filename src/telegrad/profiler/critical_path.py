@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .breakdown import Interval, by_thread
-from .timeline import MESSAGES, ChromeEvent
+from .timeline import MESSAGES, ChromeEvent, parents_of
 
 _LONGEST = 100_000  # links
 
@@ -61,7 +61,7 @@ class _Graph:
                 self.by_id[message.id] = message
         for messages in self.read_at.values():
             messages.sort(key=lambda m: m.read)
-        self._parents = {thread: _parents(slices) for thread, slices in self.threads.items()}
+        self._parents = {thread: parents_of(slices) for thread, slices in self.threads.items()}
         self._by_category: dict[Any, list[ChromeEvent]] = defaultdict(list)
         for thread, slices in self.threads.items():
             for slice_ in slices:
@@ -104,18 +104,6 @@ class _Graph:
                     if slice_["cat"] in ("run", "handle") and (found is None or slice_["ts"] > found[0]):
                         found = slice_["ts"], thread, min(at, slice_["ts"] + slice_["dur"])
         return None if found is None else (found[1], found[2])
-
-
-def _parents(slices: Sequence[ChromeEvent]) -> list[int]:
-    """For each slice the place of the one that it is in; -1: none."""
-    found: list[int] = []
-    stack: list[int] = []
-    for place, slice_ in enumerate(slices):
-        while stack and _end(slices[stack[-1]]) < slice_["ts"]:
-            stack.pop()
-        found.append(stack[-1] if stack else -1)
-        stack.append(place)
-    return found
 
 
 def _start(slice_: ChromeEvent) -> float:

@@ -31,6 +31,7 @@ from .trace import StrPath, Trace
 
 T = TypeVar("T")
 PATIENCE = 30.0  # seconds for each answer of a worker; a dead one is known at once
+LONG_PATIENCE = 600.0  # to export and send what may be millions of events
 
 
 class profile(torch.profiler.profile):
@@ -222,7 +223,7 @@ class _Root:
         futures = {}
         for worker in workers:
             try:
-                futures[worker] = self._worker.call_async(worker, function, args, timeout=PATIENCE)
+                futures[worker] = self._worker.call_async(worker, function, args, timeout=LONG_PATIENCE)
             except TelegradError as error:
                 self._lose(worker, error, is_new=is_new)
         answers = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -231,18 +231,30 @@ def _fit(operators: list[ChromeEvent], around: Mapping[tuple[int, int], list[Chr
         by_thread[operator["pid"], operator["tid"]].append(operator)
     crossing = 0
     for thread, found in by_thread.items():
-        bounds = [(s["ts"], s["ts"] + s["dur"]) for s in around.get(thread, ())]
-        edges = sorted([(edge, bound) for bound in bounds for edge in bound])
+        spans = sorted(around.get(thread, ()), key=lambda s: (s["ts"], -s["dur"]))
+        starts, parents = [s["ts"] for s in spans], parents_of(spans)
         for operator in found:
-            first = bisect_right(edges, operator["ts"], key=_edge)
-            last = bisect_left(edges, operator["ts"] + operator["dur"], key=_edge)
-            spans = dict.fromkeys([span for _, span in edges[first:last]])
-            crossing += not _fit_one(operator, spans)
+            edges: dict[tuple[float, float], None] = {}
+            for edge in (operator["ts"], operator["ts"] + operator["dur"]):
+                # Only a span around one of its ends, and not around the other, can be crossed.
+                place = bisect_right(starts, edge) - 1
+                while place >= 0:
+                    edges[starts[place], starts[place] + spans[place]["dur"]] = None
+                    place = parents[place]
+            crossing += not _fit_one(operator, edges)
     return crossing
 
 
-def _edge(found: tuple[float, tuple[float, float]]) -> float:
-    return found[0]
+def parents_of(slices: Sequence[ChromeEvent]) -> list[int]:
+    """For each of a thread's slices the place of the one that it is in; -1: none. The outer come before the inner."""
+    found: list[int] = []
+    stack: list[int] = []
+    for place, slice_ in enumerate(slices):
+        while stack and slices[stack[-1]]["ts"] + slices[stack[-1]]["dur"] < slice_["ts"]:
+            stack.pop()
+        found.append(stack[-1] if stack else -1)
+        stack.append(place)
+    return found
 
 
 def _fit_one(operator: ChromeEvent, spans: Iterable[tuple[float, float]]) -> bool:
