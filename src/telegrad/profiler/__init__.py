@@ -8,7 +8,7 @@
 docs/profiling.md says more. torch's own profilers have calls in them too: see profiled_calls.py.
 """
 
-from torch.profiler import ProfilerAction, ProfilerActivity, schedule
+from torch.profiler import schedule
 
 from ..errors import TraceError
 from ..profiled_calls import local_only
@@ -18,8 +18,6 @@ from .summary import Summary
 from .trace import Trace, load, merge
 
 __all__ = [
-    "ProfilerAction",
-    "ProfilerActivity",
     "Summary",
     "Trace",
     "TraceError",
