@@ -98,7 +98,6 @@ class _Recording:
         elif not self.missing:
             self.missing = f"more than {MOST_ROWS} events: the rest is left out"
 
-
     def rows(self) -> list[Row]:
         return [
             Row(
@@ -142,10 +141,10 @@ class Recorder:
         if recording is None and envelope.kind not in _ANSWERS:
             recording = self._begin(session, has_joined=False)
         if recording is not None and recording.session.id == session.id:
+            kind, peer = KIND_NAMES.get(envelope.kind, "?"), connection.peer.name
             read = Event(
-                "read", "complete", KIND_NAMES.get(envelope.kind, "?"), envelope.id, connection.peer.name, frames.nbytes, "",
-                envelope.reply_to, opened,
-            )  # fmt: skip
+                "read", "complete", kind, envelope.id, peer, frames.nbytes, "", envelope.reply_to, opened
+            )
             recording.add(read, time.perf_counter())
 
     def on_receive(self) -> None:

@@ -84,9 +84,7 @@ def test_the_callees_operators_come_under_the_calls_key(
     assert "aten::mul" not in [event.name for event in events_of(prof)]
 
 
-def test_calls_of_callees_are_in_it_too(
-    workers: telegrad.LocalCluster, profile: Callable[[], Any]
-) -> None:
+def test_calls_of_callees_are_in_it_too(workers: telegrad.LocalCluster, profile: Callable[[], Any]) -> None:
     with profile() as prof:
         rpc.rpc_sync("w1", relay, args=(torch.ones(3),))
     outer = "rpc_sync#relay(w0 -> w1)#remote_op: "
@@ -99,7 +97,9 @@ def test_every_kind_of_call(workers: telegrad.LocalCluster, profile: Callable[[]
         rpc.rpc_async("w1", multiply, args=(torch.ones(3),)).wait()
         value = rpc.remote("w1", multiply, args=(torch.ones(3),))
         value.to_here()
-        profiled_calls._thread.active.calls[1].is_answered.wait()  # the creation's answer comes after the value
+        profiled_calls._thread.active.calls[
+            1
+        ].is_answered.wait()  # the creation's answer comes after the value
         assert rpc.rpc_async("w1", relay_async, args=(torch.ones(3),)).wait().tolist() == [2, 2, 2]
     found = set(remote_names(prof))
     assert "rpc_async#multiply(w0 -> w1)#remote_op: aten::mul" in found
@@ -161,9 +161,7 @@ def test_it_can_be_switched_off_for_a_call(
     assert all("(w0 -> w2)" in name for name in remote_names(prof))
 
 
-def test_nothing_is_left_after_a_profile(
-    workers: telegrad.LocalCluster, profile: Callable[[], Any]
-) -> None:
+def test_nothing_is_left_after_a_profile(workers: telegrad.LocalCluster, profile: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match="on purpose"), profile():
         rpc.rpc_sync("w1", multiply, args=(torch.ones(3),))
         raise ValueError("on purpose")

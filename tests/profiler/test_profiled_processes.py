@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 from collections.abc import Iterator
@@ -20,14 +19,9 @@ from telegrad.errors import PeerLostError
 MODULES: dict[str, torch.nn.Module] = {}
 
 
-@pytest.fixture(scope="module")
-def module_cluster(server: telegrad.ForkServer) -> Iterator[telegrad.LocalCluster]:
-    options = telegrad.Options(idle_thread_timeout=0.2)
-    with telegrad.LocalCluster(["stage1", "stage2", "ps"], options=options, server=server) as cluster:
-        with profiler.profile() as prof:  # from here on all are connected
-            step()
-        assert prof.trace is not None
-        profiler.draw(prof.trace, io.BytesIO())  # matplotlib keeps its fonts open
+@pytest.fixture
+def processes(server: telegrad.ForkServer) -> Iterator[telegrad.LocalCluster]:
+    with telegrad.LocalCluster(["stage1", "stage2", "ps"], server=server) as cluster:
         yield cluster
 
 
@@ -51,7 +45,9 @@ def step() -> None:
         autograd.backward(context_id, [x.square().sum()])
 
 
-def test_a_step_over_processes(module_cluster: telegrad.LocalCluster, tmp_path: Path) -> None:
+def test_a_step_over_processes(
+    processes: telegrad.LocalCluster, fonts_are_open: None, tmp_path: Path
+) -> None:
     schedule = profiler.schedule(wait=0, warmup=1, active=2, repeat=1)
     with profiler.profile(schedule=schedule) as prof:
         for _ in range(3):

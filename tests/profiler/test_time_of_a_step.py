@@ -19,7 +19,9 @@ def slice_(pid: int, category: str, name: str, start: float, end: float, message
     }  # fmt: skip
 
 
-def arrow(id: int, name: str, sent: tuple[int, float], read: tuple[int, float], reply_to: int = 0) -> list[Any]:
+def arrow(
+    id: int, name: str, sent: tuple[int, float], read: tuple[int, float], reply_to: int = 0
+) -> list[Any]:
     args = {"bytes": 100, "message": str(id)} | ({"reply_to": str(reply_to)} if reply_to else {})
     both = {"cat": "message", "name": name, "id": id, "args": args}
     return [
@@ -58,7 +60,13 @@ def test_each_moment_is_one_of_five() -> None:
     driver, a = one_call().summary().workers
     # While it waits, the call is on its way until 20 and the reply from 53 to 58.
     assert driver.time == {"compute": 18, "serialise": 4, "wire": 2 + 6 + 5, "wait": 46 - 11, "idle": 0}
-    assert a.time == {"compute": 25, "serialise": 3 + 3 + 1, "wire": 8 + 1 + 2 + 2, "wait": 0, "idle": 12 + 1 + 12}
+    assert a.time == {
+        "compute": 25,
+        "serialise": 3 + 3 + 1,
+        "wire": 8 + 1 + 2 + 2,
+        "wait": 0,
+        "idle": 12 + 1 + 12,
+    }
 
 
 def test_the_path_goes_through_the_callee() -> None:

@@ -57,7 +57,12 @@ def test_nested_calls_and_a_backward_pass(workers: telegrad.LocalCluster, tmp_pa
             found = names(trace, other, "cpu_op")
             assert (operator in found) == (other == worker), f"{operator} on {other}"
     sent = {(e["args"]["from"], e["args"]["to"], e["name"].split()[0]) for e in arrows(trace)[0].values()}
-    assert {("driver", "a", "call"), ("a", "b", "call"), ("b", "a", "reply"), ("a", "driver", "reply")} <= sent
+    assert {
+        ("driver", "a", "call"),
+        ("a", "b", "call"),
+        ("b", "a", "reply"),
+        ("a", "driver", "reply"),
+    } <= sent
     assert {("driver", "a", "gradients"), ("a", "b", "gradients"), ("b", "a", "gradients")} <= sent
     assert all(e["args"]["bytes"] > 0 for e in arrows(trace)[0].values())
     assert {"encode call", "encode gradients"} <= set(names(trace, "driver", "serialise"))

@@ -29,13 +29,6 @@ def profiled(calls: int) -> profiler.Trace:
     return prof.trace
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fonts_are_open() -> None:
-    """matplotlib keeps them open."""
-    slice_ = {"ph": "X", "cat": "run", "name": "f", "pid": 1, "tid": 1, "ts": 0, "dur": 1}
-    profiler.draw(profiler.Trace([slice_]), io.BytesIO())
-
-
 @pytest.fixture
 def two(tmp_path: Path) -> list[Path]:
     paths = [tmp_path / "one.json", tmp_path / "two.json.gz"]
@@ -71,8 +64,26 @@ def test_merged_traces_follow_each_other(two: list[Path]) -> None:
 def test_a_trace_of_torchs_profiler(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}},
-        {"ph": "X", "cat": "cpu_op", "name": "aten::mul", "pid": 7, "tid": 7, "ts": 10.0, "dur": 30.0, "args": {}},
-        {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": 7, "tid": 7, "ts": 80.0, "dur": 20.0, "args": {}},
+        {
+            "ph": "X",
+            "cat": "cpu_op",
+            "name": "aten::mul",
+            "pid": 7,
+            "tid": 7,
+            "ts": 10.0,
+            "dur": 30.0,
+            "args": {},
+        },
+        {
+            "ph": "X",
+            "cat": "cpu_op",
+            "name": "aten::add",
+            "pid": 7,
+            "tid": 7,
+            "ts": 80.0,
+            "dur": 20.0,
+            "args": {},
+        },
     ]
     path = tmp_path / "torch.json"
     path.write_text(json.dumps({"traceEvents": events}))
@@ -117,7 +128,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         profiler.merge([])
 
 
-def test_a_picture(two: list[Path], tmp_path: Path) -> None:
+def test_a_picture(two: list[Path], fonts_are_open: None, tmp_path: Path) -> None:
     trace = profiler.load(two[0])
     profiler.draw(trace, tmp_path / "trace.svg")
     assert b"<svg" in (tmp_path / "trace.svg").read_bytes()

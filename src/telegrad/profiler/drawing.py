@@ -129,32 +129,49 @@ def _draw_bands(axes: Any, trace: Trace, places: dict[tuple[int, int], float], l
 
 
 def _draw_lane(axes: Any, lane: _Lane, place: float, start: float, end: float, scale: float) -> None:
-    boxes: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    names: list[tuple[float, float, str]] = []
-
     def box(left: float, right: float) -> tuple[float, float]:
         left, right = max(left, start), min(right, end)
         return (left - start) * scale, (right - left) * scale
 
-    slices = lane.slices
-    for left, right, state in innermost(slices):
-        boxes[state].append(box(left, right))
-    for event in lane.operators:
-        boxes["operator"].append(box(event["ts"], event["ts"] + event["dur"]))
-    names = [(*box(e["ts"], e["ts"] + e["dur"]), e["name"]) for e in slices if e["cat"] == "run"]
-    length = (end - start) * scale
-    for kind, found in boxes.items():
-        shown = [(left, width) for left, width in found if width > 0]
-        if kind == "operator":
-            axes.broken_barh(shown, (place + 0.2, 0.16), facecolors=_DARK, linewidth=0, zorder=5)
-        else:
-            axes.broken_barh(shown, (place - 0.28, 0.48), facecolors=COLORS[kind], linewidth=0, zorder=2)
-    for left, width, name in names:
-        if width > 0.012 * length * max(3, len(name)) * 0.55:
-            axes.text(
-                left + width / 2, place - 0.07, name, ha="center", va="center", fontsize=7.5, color="white", zorder=9,
-                clip_on=True,
-            )  # fmt: skip
+    pieces = [(*box(left, right), state) for left, right, state in innermost(lane.slices)]
+    for state, color in COLORS.items():
+        shown = [(left, width) for left, width, found in pieces if found == state and width > 0]
+        axes.broken_barh(shown, (place - 0.28, 0.48), facecolors=color, linewidth=0, zorder=2)
+    operators = [box(e["ts"], e["ts"] + e["dur"]) for e in lane.operators]
+    shown = [(left, width) for left, width in operators if width > 0]
+    axes.broken_barh(shown, (place + 0.2, 0.16), facecolors=_DARK, linewidth=0, zorder=5)
+    free_from = 0.0
+    for event in lane.slices:
+        left, width = box(event["ts"], event["ts"] + event["dur"])
+        if event["cat"] == "run" and width > 0.004 * (end - start) * scale and left >= free_from:
+            inside = [p for p in pieces if p[0] >= left and p[0] + p[1] <= left + width + 1e-9]
+            free_from = _draw_name(axes, event["name"], (left, width), inside, place, (end - start) * scale)
+
+
+def _draw_name(
+    axes: Any,
+    name: str,
+    box: tuple[float, float],
+    inside: Sequence[tuple[float, float, str]],
+    place: float,
+    length: float,
+) -> float:
+    """In the widest piece of a function's box, or above the box. Returns where there is room for the next one."""
+    needed = 0.0062 * length * len(name)
+    left, width, state = max(inside, key=lambda piece: piece[1], default=(*box, "compute"))
+    fits = needed < width
+    axes.text(
+        left + width / 2 if fits else box[0],
+        place - 0.05 if fits else place - 0.42,
+        name,
+        ha="center" if fits else "left",
+        va="center",
+        fontsize=7.5,
+        color="white" if fits and state == "compute" else _INK,
+        zorder=9,
+        clip_on=True,
+    )
+    return box[0] + max(box[1], needed)
 
 
 def _draw_arrows(
