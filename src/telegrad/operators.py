@@ -26,7 +26,7 @@ from .profiled_calls import FOLLOWS_CALLS
 
 _lock = threading.Lock()  # guards _session
 _has_started = False
-_session = 0  # the one whose operators this process records; 0: none
+_session = ""  # the one whose operators this process records; none while it is empty
 
 
 class Operators:
@@ -36,7 +36,7 @@ class Operators:
         self._profile = profile
 
     @classmethod
-    def start(cls, session: int, settings: Settings) -> tuple[Operators | None, str]:
+    def start(cls, session: str, settings: Settings) -> tuple[Operators | None, str]:
         """Starts torch's profiler. None if another worker of this process has done so for this session; or, with the
         reason, if it cannot be had."""
         global _session
@@ -107,7 +107,7 @@ def _quietly() -> Iterator[None]:
 def _end() -> None:
     global _session
     with _lock:
-        _session = 0
+        _session = ""
 
 
 def _profile(settings: Settings) -> Any:

@@ -23,6 +23,7 @@ from .errors import TelegradError
 from .events import Event, Events, logger
 from .messages import KIND_NAMES, Envelope, Hello, Kind, Profiling, Session, sender_of
 from .operators import Operators, clock_offset
+from .rendezvous import Group
 from .transport.base import Connection, Frames
 
 MOST_ROWS = 4_000_000  # of one worker; about a gigabyte
@@ -34,6 +35,7 @@ class Host(Protocol):
 
     name: str
     id: int
+    group: Group
 
     @property
     def call_async(self) -> Callable[..., Any]: ...
@@ -116,6 +118,7 @@ class Recorder:
         self._events = events
         self._lock = threading.Lock()  # guards the beginning and the end of a recording
         self._recording: _Recording | None = None
+        self.on_joined: Callable[[int], None] | None = None  # of a root: a worker takes part
         self._unsubscribe: Callable[[], None] = _nothing
 
     # -- the path of a message -------------------------------------------------------------------------
@@ -214,7 +217,10 @@ class Recorder:
             return self._recording
 
     def _start_operators(self, recording: _Recording) -> None:
-        recording.operators, why = Operators.start(recording.session.id, recording.session.settings)
+        session = recording.session
+        recording.operators, why = Operators.start(
+            f"{self._worker.group.name}/{session.id}", session.settings
+        )
         if why:
             recording.missing = f"its operators are missing: {why}"
 
@@ -289,14 +295,12 @@ def _nothing() -> None:
 
 # -- what recorders and roots call on each other -----------------------------------------------------------
 
-# By session: what its root does when a worker has joined.
-roots: dict[int, Callable[[int], None]] = {}
-
 
 def profiler_joined(session_id: int, worker_id: int) -> bool:
     """Run by the root: a worker takes part from now on. Returns whether it may."""
-    on_joined = roots.get(session_id)
-    if on_joined is None:
+    recorder = current.current_worker().recorder
+    session, on_joined = recorder.session, recorder.on_joined
+    if on_joined is None or session is None or session.id != session_id:
         return False
     on_joined(worker_id)
     return True

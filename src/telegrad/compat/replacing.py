@@ -62,6 +62,7 @@ def install(options: Options | None = None, *, torch_profiler: bool = False) -> 
             "telegrad.compat.install() before torch.distributed.rpc.init_rpc(), or after its shutdown()"
         )
     _set_backend(options or Options())
+    profiled_calls.asks_with_kineto = torch_profiler
     if _installed:
         return
     _installed = True
@@ -76,7 +77,6 @@ def install(options: Options | None = None, *, torch_profiler: bool = False) -> 
     torch._jit_internal.is_rref_instance = _is_handed_to_script
     _note_averaged_leaves()
     _warn_of_calls_in_scripts()
-    profiled_calls.asks_with_kineto = torch_profiler
     follow_into_children()
 
 

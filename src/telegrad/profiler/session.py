@@ -158,9 +158,8 @@ class _Root:
             raise RuntimeError(
                 f"worker {self._worker.name!r} takes part in another profile already; end that one first"
             )
-        recording.roots[self._session.id] = self._on_joined
-        self._each(known, recording.profiler_start, (self._session,), is_new=True)
-        for worker in known:
+        self._worker.recorder.on_joined = self._on_joined
+        for worker in self._each(known, recording.profiler_start, (self._session,), is_new=True):
             self._on_joined(worker)
         self._worker.recorder.start(self._session)
 
@@ -195,7 +194,7 @@ class _Root:
                 found = self._each(here, recording.profiler_collect, (self._session.id,))
                 parts += [part for part in found.values() if part is not None]
         finally:
-            recording.roots.pop(self._session.id, None)
+            self._worker.recorder.on_joined = None
             own = self._worker.recorder.collect(self._session.id)
         if own is not None:
             parts.insert(0, own)
