@@ -211,3 +211,14 @@ def test_a_call_that_a_profiled_worker_makes_by_itself(workers: telegrad.LocalCl
     assert "rpc_sync#multiply(w1 -> w2)#remote_op: aten::mul" in rpc.rpc_sync(
         "w1", own_profile, args=(torch.ones(3),)
     )
+
+
+def test_the_drop_in_leaves_torchs_newer_profiler_alone(
+    workers: telegrad.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's own suite wants it so; install(torch_profiler=True) has it otherwise."""
+    monkeypatch.setattr(profiled_calls, "asks_with_kineto", False)
+    for make, is_asked in ((PROFILES["torch.profiler"], False), (profiler_legacy.profile, True)):
+        with make() as prof:
+            rpc.rpc_sync("w1", multiply, args=(torch.ones(3),))
+        assert bool(remote_names(prof)) == is_asked
