@@ -18,7 +18,15 @@ LAYERS = """
     cli compat.replacing
     compat.agent compat.calls compat.children
     compat.profiling
-    profiler optim nn testing
+    profiler.session profiler.drawing
+    profiler.trace
+    profiler.summary
+    profiler.critical_path
+    profiler.breakdown profiler.averages
+    profiler.timeline
+    profiler.clocks
+    profiler.spans
+    optim nn testing
     local_optimizer local_module
     cluster
     forkserver
@@ -26,7 +34,7 @@ LAYERS = """
     rref graph
     worker functions graph_drawing
     graph_folding graph_words
-    mail
+    mail recording
     dispatch peers reading shutdown gradients.engine
     references asking
     duty threads
@@ -43,7 +51,8 @@ LAYERS = """
     codec
     names scripted definitions
     handles by_value tensors modes
-    transport.base
+    transport.base operators
+    profiled_calls
     messages events waiter
     current config
     errors

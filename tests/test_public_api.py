@@ -10,7 +10,7 @@ import pytest
 import torch.distributed.rpc as torch_rpc
 
 import telegrad
-from telegrad import autograd, graph, nn, optim, rpc
+from telegrad import autograd, graph, nn, optim, profiler, rpc
 
 PUBLIC = {
     "ForkServer",
@@ -62,6 +62,17 @@ PUBLIC_IN_RPC = {
 }
 PUBLIC_IN_OPTIM = {"DistributedOptimizer", "OptimizerError", "clip_grad_norm_"}
 PUBLIC_IN_NN = {"RemoteHook", "RemoteModule"}
+PUBLIC_IN_PROFILER = {
+    "Summary",
+    "Trace",
+    "TraceError",
+    "draw",
+    "load",
+    "local_only",
+    "merge",
+    "profile",
+    "schedule",
+}
 LIKE_TORCHS = ("init_rpc", "rpc_sync", "rpc_async", "remote", "shutdown", "get_worker_info")
 
 SAYS_IT_ALL = {"Worker.new_message_id"}  # a method whose name needs no docstring
@@ -79,6 +90,7 @@ OTHER_DEFAULTS = {("shutdown", "timeout")}  # torch waits for ever; telegrad for
         (graph, PUBLIC_IN_GRAPH),
         (optim, PUBLIC_IN_OPTIM),
         (nn, PUBLIC_IN_NN),
+        (profiler, PUBLIC_IN_PROFILER),
     ],
 )
 def test_public_names(module: ModuleType, names: set[str]) -> None:
@@ -119,7 +131,7 @@ def test_async_execution_is_torchs() -> None:
 def documented() -> list[Any]:
     """Each public function and class, and each public method of the classes."""
     found = []
-    for module in (telegrad, rpc, rpc.functions, autograd, graph, optim, nn):
+    for module in (telegrad, rpc, rpc.functions, autograd, graph, optim, nn, profiler):
         for name in getattr(module, "__all__", ["async_execution"]):
             value = getattr(module, name)
             if inspect.isclass(value) or inspect.isfunction(value):

@@ -5,6 +5,9 @@ and `telegrad.autograd` have the names of torch.distributed.rpc and torch.distri
 `telegrad.LocalCluster` starts workers on this machine.
 """
 
+import importlib
+from typing import Any
+
 from . import autograd, errors, rpc
 from .cluster import LocalCluster
 from .config import Options
@@ -25,3 +28,10 @@ __all__ = [
     "errors",
     "rpc",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`telegrad.profiler` is imported when it is first used."""
+    if name == "profiler":
+        return importlib.import_module(".profiler", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

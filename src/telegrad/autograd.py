@@ -11,12 +11,13 @@ The functions act on the current worker: inside a call the one that serves it, e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
 
-from . import current
+from . import current, profiled_calls
 from .current import current_worker
 from .errors import GradientError
 from .gradients.contexts import Context
@@ -95,16 +96,16 @@ def backward(
     """
     if into not in ("context", "grad"):
         raise ValueError(f"into={into!r}; choose 'context' or 'grad'")
-    worker = current_worker()
-    worker.engine.backward(
-        context_id,
-        _tensors(roots, "roots"),
-        grad_tensors=None if grad_tensors is None else list(grad_tensors),
-        retain_graph=bool(retain_graph),
-        create_graph=create_graph,
-        into_grad=into == "grad",
-        timeout=_timeout(timeout),
-    )
+    with profiled_calls.span(profiled_calls.BACKWARD) if profiled_calls.running else nullcontext():
+        current_worker().engine.backward(
+            context_id,
+            _tensors(roots, "roots"),
+            grad_tensors=None if grad_tensors is None else list(grad_tensors),
+            retain_graph=bool(retain_graph),
+            create_graph=create_graph,
+            into_grad=into == "grad",
+            timeout=_timeout(timeout),
+        )
 
 
 def grad(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import current
+from . import current, profiled_calls
 from .codec import Body, Codec
 from .errors import (
     CallTimeoutError,
@@ -23,7 +23,7 @@ from .errors import (
     TooLargeError,
     TransportError,
 )
-from .events import logger
+from .events import Events, Span, logger
 from .gradients.attach import Attach
 from .gradients.contexts import Context
 from .messages import Call, Envelope, Failure, Kind, Reply, shortened
@@ -52,7 +52,9 @@ class Dispatch:
         new_id: Callable[[], int],
         attach: Attach,
         references: References,
+        events: Events,
     ) -> None:
+        self._events = events
         self._references = references
         self._attach = attach
         self._codec = codec
@@ -122,6 +124,7 @@ class Dispatch:
             self._answer(connection, envelope, result)
 
     def _run(self, envelope: Envelope, frames: Frames) -> tuple[Any, bool]:
+        decoding = self._report("decode", "call", envelope) if self._events.subscribers else None
         try:
             call = self._codec.decode(envelope, frames, self._attach.incoming(envelope))
         except DecodeError as error:
@@ -131,21 +134,39 @@ class Dispatch:
                 "__main__ of the caller)"
             ) from error.__cause__
         assert isinstance(call, Call)
+        if decoding is not None:
+            decoding.end()
         function = call.function
         name = getattr(function, "__qualname__", "")
         if name in self._slow and current.thread.relieve is not None:
             current.thread.relieve()
         began = time.monotonic()
-        result = function(*call.args, **call.kwargs) if call.kwargs else function(*call.args)
+        if envelope.profiling is None and not self._events.subscribers:
+            result = function(*call.args, **call.kwargs) if call.kwargs else function(*call.args)
+        else:
+            result = self._run_profiled(envelope, call, name)
         self._remember(name, time.monotonic() - began)
         if hasattr(function, ASYNC_MARK):
             if not isinstance(result, torch._C.Future):
                 raise RuntimeError(
                     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
-                    f"{name} returned a {type(result).__name__}"
+                    f"{name} returned a {type(profiled_calls.value_of(result)).__name__}"
                 )
             return result, True
         return result, hasattr(function, MAY_WAIT) and isinstance(result, torch._C.Future)
+
+    def _run_profiled(self, envelope: Envelope, call: Call, name: str) -> Any:
+        """The function's result, or that and what it cost, where the caller asks for it."""
+        function, settings = call.function, envelope.profiling.call if envelope.profiling else None
+        with self._report("run", "call", envelope, name):
+            if settings is None:
+                return function(*call.args, **call.kwargs or {})
+            worker = current.current_worker().id
+            return profiled_calls.run(settings, worker, lambda: function(*call.args, **call.kwargs or {}))
+
+    def _report(self, stage: str, kind: str, envelope: Envelope, detail: str = "") -> Span:
+        serving = current.serving.get()
+        return self._events.span(stage, kind, envelope.id, serving.caller if serving else "", detail)
 
     def _remember(self, name: str, took: float) -> None:
         if took > SLOW:
@@ -164,8 +185,7 @@ class Dispatch:
 
     def _answer(self, connection: Connection, call: Envelope, result: Any) -> None:
         if call.creates:
-            self._references.set_value(call.creates, result)
-            result = None
+            result = self._keep(call.creates, result)
         envelope = Envelope(Kind.REPLY, self._new_id(), call.id)
         try:
             self._send(connection, envelope, Reply(result), None, None, self._attach.context_of(call))
@@ -176,6 +196,14 @@ class Dispatch:
             if isinstance(error, EncodeError):
                 error = EncodeError(f"the result, a {type(result).__name__}, cannot be sent back: {error}")
             self._answer_failure(connection, call, error)
+
+    def _keep(self, creates: int, result: Any) -> Any:
+        """The result stays here. Returns what is answered."""
+        if type(result) is profiled_calls.Profiled:
+            self._references.set_value(creates, result.value)
+            return profiled_calls.Profiled(None, result.events, result.seconds)
+        self._references.set_value(creates, result)
+        return None
 
     def _answer_failure(self, connection: Connection, call: Envelope, error: BaseException) -> None:
         if call.creates:  # whoever asks for the value hears of it
@@ -222,6 +250,8 @@ class Dispatch:
         call.leave_window()
         future = call.future
         if future is None:
+            if call.profiled is not None and not call.caller_waits:
+                self._submit(lambda: self._open_creation(call))
             call.set_done()  # its caller, who waits, decodes the answer itself
         elif may_run_callbacks or not future.has_callbacks:
             self._complete_future(call)
@@ -233,6 +263,8 @@ class Dispatch:
         assert future is not None
         try:
             value = self._open_answer(call)
+            if call.profiled is not None:
+                value = call.profiled.answered(value)
             if call.make_error is None:
                 future.set_result(value)
             else:
@@ -246,9 +278,16 @@ class Dispatch:
     def result(self, call: PendingCall) -> Any:
         """The value of an answered call; raises what it failed with."""
         value = self._open_answer(call)
+        if call.profiled is not None:
+            value = call.profiled.answered(value)
         if call.make_error is not None:
             raise call.make_error()
         return value
+
+    def _open_creation(self, call: PendingCall) -> None:
+        """Of a value that stays with its owner, only what its creation cost comes here."""
+        assert call.profiled is not None
+        call.profiled.answered(self._open_answer(call))
 
     def _open_answer(self, call: PendingCall) -> Any:
         """Decodes the answer: the value, or None with `make_error` set."""
@@ -258,12 +297,17 @@ class Dispatch:
         assert envelope is not None
         assert frames is not None
         call.frames = None  # a large result must not live as long as the future
+        decoding = None
+        if self._events.subscribers:
+            decoding = self._events.span("decode", "reply", envelope.id, call.peer)
         try:
             body = self._codec.decode(envelope, frames, self._attach.incoming(envelope))
         except DecodeError as error:
             text = f"the answer of worker {call.peer!r} to the call of {call.function} cannot be rebuilt here: {error}"
             call.make_error = lambda: DecodeError(text)
             return None
+        if decoding is not None:
+            decoding.end()
         if type(body) is Failure:
             failure, peer = body, call.peer
             call.make_error = _only_exceptions(lambda: self._codec.decode_exception(failure, peer))

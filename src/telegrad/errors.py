@@ -16,6 +16,7 @@
     │   └── BackwardError        a backward pass that failed, on this worker or another
     ├── DrawingError             a picture that cannot be drawn here: no graphviz
     ├── RemoteError              a remote exception whose own type cannot be rebuilt here
+    ├── TraceError               a file that is no trace, or only the beginning of one
     ├── MessageError
     │   ├── EncodeError          something in a message cannot be pickled
     │   ├── DecodeError          a message arrived that cannot be rebuilt here
@@ -124,6 +125,10 @@ class DrawingError(TelegradError):
 
 class RemoteError(TelegradError):
     """Stands for an exception of another worker whose type cannot be rebuilt here."""
+
+
+class TraceError(TelegradError):
+    pass
 
 
 class MessageError(TelegradError):

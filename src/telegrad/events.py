@@ -1,6 +1,14 @@
 """The one hook for profiler, statistics, command line and dashboard: they are only readers.
 
-`Worker.send` and `Worker.receive` report each stage here. With no subscriber the cost is one truth test.
+Each stage of a message's way is reported here. With no subscriber the cost is one truth test.
+
+    send      encoding and writing; from `write` on, writing
+    read      taken out of its connection
+    receive   handing it to whoever it is for, and all that they do with it at once
+    decode    rebuilding its body
+    run       the function of a call
+    wait      for an answer, or for something of a pass
+    pass      torch's engine at work on this worker's part of a pass
 """
 
 from __future__ import annotations
@@ -8,15 +16,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 logger = logging.getLogger("telegrad")
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One step of one message. `stage` is "send" or "receive"; `phase` is "started", "complete" or
-    "failed"."""
+class Event(NamedTuple):
+    """One step of one message. `stage` is one of the above; `phase` is "started", "complete" or "failed"."""
 
     stage: str
     phase: str
@@ -25,7 +31,8 @@ class Event:
     peer: str
     nbytes: int = 0
     detail: str = ""
-    at: float = field(default_factory=time.perf_counter)
+    reply_to: int = 0  # the message that this one answers
+    at: float = 0.0  # time.perf_counter(); set when it is emitted
 
 
 class Events:
@@ -44,9 +51,35 @@ class Events:
 
         return unsubscribe
 
+    def span(self, stage: str, kind: str, message_id: int, peer: str, detail: str = "") -> Span:
+        """Reports that a stage has started, and, as a context manager or by `end`, that it is over."""
+        self.emit(Event(stage, "started", kind, message_id, peer, 0, detail, 0, time.perf_counter()))
+        return Span(self, stage, kind, message_id, peer)
+
     def emit(self, event: Event) -> None:
         for subscriber in self.subscribers:
             try:
                 subscriber(event)
             except Exception:  # a reader must never break the run
                 logger.exception("an event subscriber failed and was ignored: %r", subscriber)
+
+
+class Span(NamedTuple):
+    """A stage that has started."""
+
+    events: Events
+    stage: str
+    kind: str
+    message_id: int
+    peer: str
+
+    def end(self, phase: str = "complete") -> None:
+        self.events.emit(
+            Event(self.stage, phase, self.kind, self.message_id, self.peer, 0, "", 0, time.perf_counter())
+        )
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.end("complete" if kind is None else "failed")

@@ -11,9 +11,10 @@ from . import current
 from .asking import Caller, ask
 from .codec import Body, Codec, Control
 from .errors import PeerLostError, RemoteError, TransportError, UnknownWorkerError, text_of
+from .events import Events
 from .gradients.attach import Attach
 from .gradients.contexts import Context
-from .messages import Envelope, Failure, Hello
+from .messages import Envelope, Failure, Hello, sender_of
 from .peers import Peers
 from .pending import PendingCall
 from .reading import Reader, Watch
@@ -26,6 +27,7 @@ class Sender(Caller, Protocol):
     """The worker, as far as it is needed here."""
 
     attach: Attach
+    events: Events
 
     def send(
         self,
@@ -44,6 +46,7 @@ class Sender(Caller, Protocol):
 class Mail:
     def __init__(self, worker: Sender, codec: Codec, peers: Peers, reader: Reader, threads: Threads) -> None:
         self._worker = worker
+        self.events = worker.events
         self.new_message_id = worker.new_message_id
         self._codec = codec
         self._peers = peers
@@ -77,10 +80,15 @@ class Mail:
 
     def wait(self, waiter: Waiter, peer: int, deadline: float | None, watch: Watch | None) -> None:
         """Waits until `waiter` is done, or for the deadline. It most likely comes from `peer`."""
+        waiting = None
+        if self.events.subscribers:
+            waiting = self.events.span("wait", "pass", current.current_pass_id(), self.name_of(peer))
         if watch is None or not watch.wait(waiter, deadline):
             if current.thread.relieve is not None:
                 current.thread.relieve()
             self._reader.wait_until(waiter, self._peers.connection_with(peer), deadline)
+        if waiting is not None:
+            waiting.end()
 
     def watch(self, peer: int) -> Watch | None:
         """Has this thread read what that worker sends, while it works on a pass; `end()` ends it."""
@@ -124,7 +132,12 @@ class Mail:
         return wrapped
 
     def decode(self, envelope: Envelope, frames: Frames) -> Any:
-        return self._codec.decode(envelope, frames, self._worker.attach.incoming(envelope))
+        attach = self._worker.attach.incoming(envelope)
+        if not self.events.subscribers:
+            return self._codec.decode(envelope, frames, attach)
+        sender = self.name_of(sender_of(envelope.id))
+        with self.events.span("decode", "gradients", envelope.id, sender):
+            return self._codec.decode(envelope, frames, attach)
 
     def open_control(self, envelope: Envelope, frames: Frames) -> Control:
         return self._codec.open_control(envelope, frames)

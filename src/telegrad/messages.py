@@ -34,6 +34,9 @@ class Kind(IntEnum):
     RETURN = 11
 
 
+KIND_NAMES = {int(kind): kind.name.lower() for kind in Kind}
+
+
 def sender_of(message_id: int) -> int:
     """The id of the worker that made a message, context or pass with this id."""
     return message_id >> COUNTER_BITS
@@ -50,7 +53,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     modes: Modes | None = None  # None: torch's defaults
     device_map: dict[str, str] | None = None  # sender's device -> receiver's
     autograd: Autograd | None = None  # of a message that was sent in a context
-    profiling: Any = None  # what a profiled caller asks of the callee
+    profiling: Profiling | None = None  # what a profiled sender asks of the receiver
     creates: int = 0  # of a Call: the value that its result becomes, and stays there
     lent: tuple[Lent, ...] = ()  # the handles in the body
     dropped: tuple[tuple[int, int], ...] = ()  # as in Drop: any message can carry it
@@ -63,6 +66,31 @@ class Modes(msgspec.Struct, frozen=True, array_like=True):
     inference: bool = False
     autocast: tuple[tuple[str, bool, str], ...] = ()  # (device type, enabled, dtype name)
     autocast_cache: bool = True
+
+
+class Settings(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What is recorded of operators."""
+
+    shapes: bool = False
+    memory: bool = False
+    flops: bool = False
+    stack: bool = False
+    modules: bool = False
+    activities: tuple[str, ...] = ()  # torch's names; none: all that the worker has
+
+
+class Session(msgspec.Struct, frozen=True, array_like=True):
+    """A timeline that is being recorded: see recording.py. Its id is made as a message's is, by its root."""
+
+    id: int
+    settings: Settings
+
+
+class Profiling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What a profiled sender asks of the receiver."""
+
+    call: Settings | None = None  # of a Call: to run it under torch's profiler, and to answer with the events
+    session: Session | None = None  # to take part in a timeline
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):

@@ -15,6 +15,7 @@ from .waiter import Waiter
 
 if TYPE_CHECKING:
     from .futures import Future
+    from .profiled_calls import ProfiledCall
 
 OVERHEAD_BYTES = 1024  # counted for each call in flight beside its bytes: a million tiny calls are not free
 
@@ -27,7 +28,7 @@ class PendingCall(Waiter):
 
     __slots__ = (
         "caller_waits", "claimed", "connection", "deadline", "depth", "envelope", "frames", "function", "future", "id",
-        "make_error", "nbytes", "peer", "reading", "timeout", "window",
+        "make_error", "nbytes", "peer", "profiled", "reading", "timeout", "window",
     )  # fmt: skip
 
     def __init__(self, id: int, function: str, peer: str, timeout: float | None, depth: int) -> None:
@@ -47,6 +48,7 @@ class PendingCall(Waiter):
         self.make_error: Callable[[], BaseException] | None = None  # anew for everyone who asks
         self.caller_waits = True  # by this thread, at once
         self.claimed = False  # the answer was read, and is being handed on
+        self.profiled: ProfiledCall | None = None  # of a caller that is profiled
         self.reading = False  # its caller holds the connection's reading since before it was written
 
     def left(self) -> float | None:

@@ -68,6 +68,7 @@ class Reader:
         merge: Callable[[Envelope, Connection], None],
         arrive: Callable[[Envelope, int], Any],
         on_control: Callable[[int, Envelope, Frames], Callable[[], None] | None],
+        on_marked: Callable[[Envelope, Connection, Frames, float], None],
     ) -> None:
         self._name = name
         self._codec = codec
@@ -80,6 +81,7 @@ class Reader:
         self._merge = merge
         self._arrive = arrive
         self._on_control = on_control
+        self._on_marked = on_marked
 
     # -- on threads of the worker ----------------------------------------------------------------------
 
@@ -140,6 +142,7 @@ class Reader:
         try:
             for frames in connection.read(timeout):
                 envelope = self._codec.open(frames)
+                opened = time.perf_counter() if envelope.profiling is not None else 0.0
                 call = deadline = task = None
                 if envelope.autograd is not None:
                     self._merge(envelope, connection)
@@ -153,6 +156,8 @@ class Reader:
                 else:
                     task = self._on_control(connection.peer.id, envelope, frames)
                 found.append(Incoming(connection, envelope, frames, deadline, call, task))
+                if opened:
+                    self._on_marked(envelope, connection, frames, opened)
         except TelegradError as error:
             level = logging.DEBUG if isinstance(error, ConnectionClosedError) else logging.WARNING
             logger.log(

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from . import current
+import msgspec
+
+from . import current, profiled_calls
 from .by_value import main_script
 from .codec import Body, Codec
 from .config import SHARED_MEMORY_FROM, Options
@@ -37,17 +39,18 @@ from .errors import (
     TransportError,
     UnknownWorkerError,
 )
-from .events import Event, Events, logger
+from .events import Event, Events, Span, logger
 from .futures import Future
 from .gradients.attach import Attach
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
 from .mail import Mail
-from .messages import COUNTER_BITS, Call, Envelope, Hello, Kind, Member, WorkerInfo
+from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Hello, Kind, Member, WorkerInfo
 from .modes import current_modes
 from .peers import Peer, Peers
 from .pending import OVERHEAD_BYTES, PendingCall, PendingCalls, effective_timeout
 from .reading import Incoming, Reader
+from .recording import Recorder
 from .references import Entry, Held, References
 from .rendezvous import Group, this_host
 from .shutdown import Retirement
@@ -85,6 +88,7 @@ class Worker:
         self.member = member
         self.options = options
         self.events = Events()
+        self.recorder = Recorder(self, self.events)
         self.group = group
         self._pid = os.getpid()
         self._closed_because = ""
@@ -111,10 +115,11 @@ class Worker:
             self.new_message_id,
             self.attach,
             self.references,
+            self.events,
         )
         self._reader = Reader(
             member.name, self._codec, self._pending, self._threads, self._roster,
-            receive=self.receive, on_expired=self._on_expired, on_lost=self.on_lost,
+            receive=self.receive, on_expired=self._on_expired, on_lost=self.on_lost, on_marked=self.recorder.on_read,
             merge=self.attach.merge, arrive=self.references.incoming, on_control=self._on_control,
         )  # fmt: skip
         transports: list[Transport] = []
@@ -205,6 +210,7 @@ class Worker:
     ) -> None:
         """Encodes a message and writes it. `call` is what waits for its answer; `context` is what it belongs to."""
         if self.events.subscribers:
+            envelope = self.recorder.mark(envelope, connection.peer)
             self._emit("send", "started", envelope, connection)
         try:
             packed = self._codec.pack(envelope, body, connection.peer, track=context is not None)
@@ -215,6 +221,8 @@ class Worker:
                 entries = [handle.entry for handle in packed.handles]
                 envelope = self.references.outgoing(envelope, entries, connection.peer.id)
             frames = self._codec.seal(envelope, packed)
+            if self.events.subscribers:
+                self._emit("write", "started", envelope, connection, frames.nbytes)
             if call is None:
                 nbytes = connection.write(frames, timeout)
             else:
@@ -238,6 +246,7 @@ class Worker:
         thread waits for; no other call's callbacks run on it."""
         connection, envelope, frames, deadline, call, task = message
         if self.events.subscribers:
+            self.recorder.on_receive()
             self._emit("receive", "started", envelope, connection, sum(map(len, frames.buffers)))
         if envelope.kind == Kind.CALL:
             self._dispatch.on_call(connection, envelope, frames, deadline)
@@ -258,10 +267,15 @@ class Worker:
         nbytes: int = 0,
         detail: str = "",
     ) -> None:
-        kind = Kind(envelope.kind).name.lower()
+        kind = KIND_NAMES.get(envelope.kind, "?")
         if not detail and envelope.kind == Kind.GRADIENTS:
             detail = f"of message {envelope.reply_to}"
-        self.events.emit(Event(stage, phase, kind, envelope.id, connection.peer.name, nbytes, detail))
+        self.events.emit(
+            Event(
+                stage, phase, kind, envelope.id, connection.peer.name, nbytes, detail, envelope.reply_to,
+                time.perf_counter(),
+            )
+        )  # fmt: skip
 
     def _on_control(self, peer: int, envelope: Envelope, frames: Frames) -> Callable[[], None] | None:
         """A message between workers, and not between their users. While reading."""
@@ -277,6 +291,7 @@ class Worker:
                 self._dispatch.fail(call, partial(PeerLostError, gone))
             self.engine.on_lost(connection.peer.id, connection.peer.name, reason)
             self.references.on_lost(connection.peer.id, connection.peer.name)
+            self.recorder.on_lost(connection.peer.id)
             for context in self.contexts.all():
                 # Its end may have been to come from the one who is gone.
                 self._threads.submit(partial(self._check_context, context))
@@ -301,12 +316,26 @@ class Worker:
             Whatever the function raises.
         """
         call = self._start_call(to, function, args, kwargs, timeout, None)
+        waiting = self._report_wait(call) if self.events.subscribers else None
         if call.reading:
             call.reading = False
             self._reader.read_for(call, call.timeout)
         if not call.done:
             self._reader.wait_for(call, None)
+        if waiting is not None:
+            waiting.end()
         return self._dispatch.result(call)
+
+    def _report_wait(self, call: PendingCall) -> Span:
+        return self.events.span("wait", "call", call.id, call.peer, call.function)
+
+    def _wait_for(self, call: PendingCall, timeout: float | None) -> None:
+        """A thread waits for the future of a call."""
+        if self.events.subscribers:
+            with self._report_wait(call):
+                self._reader.wait_for(call, timeout)
+        else:
+            self._reader.wait_for(call, timeout)
 
     def call_async(
         self,
@@ -320,7 +349,7 @@ class Worker:
 
         Waits only while more than Options.peer_byte_limit bytes of calls to the peer are unanswered.
         """
-        future = Future(self._reader.wait_for, self._log_later)
+        future = Future(self._wait_for, self._log_later)
         call = self._start_call(to, function, args, kwargs, timeout, future)
         self._pending.watch(call)
         return future
@@ -388,6 +417,11 @@ class Worker:
         call.connection = connection
         call.window = peer.window
         envelope = Envelope(Kind.CALL, call.id, 0, limit, depth, current_modes(), creates=creates)
+        if profiled_calls.running:
+            mode = "remote" if creates else "sync" if future is None else "async"
+            call.profiled = profiled_calls.begin(mode, function, self.name, call.peer)
+            if call.profiled is not None:
+                envelope = msgspec.structs.replace(envelope, profiling=call.profiled.asks)
 
         self._pending.add(call)
         try:
@@ -395,6 +429,8 @@ class Worker:
             self.send(connection, envelope, body, limit, call, self.attach.current())
         except BaseException as error:
             call.stop_reading()
+            if call.profiled is not None:
+                call.profiled.sent()
             if self._pending.take(call.id) is not None:
                 call.leave_window()
                 translated = self._translated(error, call, args, kwargs)
@@ -402,6 +438,9 @@ class Worker:
                     raise
                 raise translated from error
             # Else it was completed meanwhile, by the loss of the connection: the caller hears of that.
+        finally:
+            if call.profiled is not None and not call.caller_waits:
+                call.profiled.sent()
         return call
 
     def _reach(self, to: str | int | WorkerInfo, timeout: float | None) -> tuple[Peer, Connection]:
@@ -608,6 +647,7 @@ class Worker:
         )
 
     def _tear_down(self) -> None:
+        self.recorder.close()
         self._dispatch.close()
         self.engine.close()
         self.references.close()

@@ -135,8 +135,7 @@ def test_what_is_not_there_says_what_to_use() -> None:
         for name in (
             "_invoke_rpc_builtin", "_invoke_rpc_python_udf", "_invoke_rpc_torchscript", "_invoke_remote_builtin",
             "_invoke_remote_python_udf", "_invoke_remote_torchscript", "_enable_jit_rref_pickle",
-            "_disable_jit_rref_pickle", "_server_process_global_profile", "_enable_server_process_global_profiler",
-            "_disable_server_process_global_profiler",
+            "_disable_jit_rref_pickle",
         ):
             try:
                 getattr(rpc, name)()
@@ -150,7 +149,7 @@ def test_what_is_not_there_says_what_to_use() -> None:
         """
     )
     lines = shown.splitlines()
-    assert len(lines) == 12
+    assert len(lines) == 9
     assert all(lines)
 
 

@@ -49,11 +49,6 @@ _ASKS_TYPE = (
     "telegrad makes one call, which fails on the owner and says so where its result is used"
 )
 
-_AFTER_RETURN = (
-    "wants a call that an async_execution function has begun in the profile under its own name, with the time until "
-    "its answer; the callee's profile ends when the function returns, and only what that call ran elsewhere is in it"
-)
-
 # test -> why it has another outcome here
 DIFFERENT = {
     "DistAutogradTest.test_backward_unused_send_function": "waits for torch's hang when a sent tensor was not used; "
@@ -71,10 +66,6 @@ DIFFERENT = {
     "TensorPipeAgentRpcTest.test_rref_proxy_timeout": _ASKS_TYPE,
     "RpcTest.test_rref_type_blocking": "looks for a function of torch's implementation in a profile",
     "RpcTest.test_rref_type_non_blocking": "looks for a function of torch's implementation in a profile",
-    "RpcTest.test_rpc_profiling_async_function": _AFTER_RETURN,
-    "RpcTest.test_rpc_profiling_async_function_single_threaded": _AFTER_RETURN,
-    "RpcTest.test_server_process_global_profiler": "the process-global server profiler is not there; run "
-    "torch.profiler.profile in a function that is called on the worker",
     "RpcTest.test_shutdown_errors": "wants shutdown() to fail when other workers fail in theirs; telegrad's does not "
     "wait for workers that have left",
     "RpcTest.test_user_rref_backward": "wants backward() of an RRef without a context to be refused away from the "

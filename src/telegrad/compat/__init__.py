@@ -8,8 +8,8 @@ as ever, with telegrad's functions in it. Code that has imported single names be
 
     replacing.py   which name of which module becomes what
     agent.py       what torch's Python code expects of an RPC agent, on a Worker
-    calls.py       rpc_sync, rpc_async, remote: torch's, with its profiler
-    profiling.py   torch's legacy profiler over workers
+    calls.py       rpc_sync, rpc_async, remote, with what torch's do besides calling
+    profiling.py   torch's private profiler of all threads that serve
     children.py    processes that multiprocessing starts
 """
 

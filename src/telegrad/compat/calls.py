@@ -1,4 +1,4 @@
-"""rpc_sync, rpc_async and remote with what torch's do besides calling: its legacy profiler, and _wait_all()."""
+"""rpc_sync, rpc_async and remote with what torch's do besides calling."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed.rpc.api as torch_api
-from torch.distributed.rpc.internal import RPCExecMode
 
-from .. import autograd, rpc
+from .. import autograd, profiled_calls, rpc
 from ..errors import CallTimeoutError, GradientError, PeerLostError, UnknownWorkerError
 from ..rref import RRef
-from . import profiling
 
 UNSET_TIMEOUT = rpc.UNSET_TIMEOUT
 
@@ -28,10 +26,6 @@ def rpc_sync(
     """See telegrad.rpc.rpc_sync."""
     if not callable(func):
         raise TypeError("function should be callable.")
-    if profiling.is_on():
-        call = profiling.ProfiledCall(RPCExecMode.SYNC, func, to)
-        with call.span:
-            return call.result(rpc.rpc_sync(to, call.function, call.args(args, kwargs), None, timeout))
     return rpc.rpc_sync(to, func, args, kwargs, timeout)
 
 
@@ -45,14 +39,7 @@ def rpc_async(
     """See telegrad.rpc.rpc_async."""
     if not callable(func):
         raise TypeError("function should be callable.")
-    future: torch.futures.Future[Any]
-    if profiling.is_on():
-        call = profiling.ProfiledCall(RPCExecMode.ASYNC, func, to)
-        with call.span as span:
-            answer = _start(to, call.function, call.args(args, kwargs), None, timeout)
-            future = span._call_end_callbacks_on_future(answer.then(lambda done: call.result(done.wait())))
-    else:
-        future = _start(to, func, args, kwargs, timeout)
+    future = _start(to, func, args, kwargs, timeout)
     if hasattr(torch_api._thread_local_var, "future_list"):
         torch_api._thread_local_var.future_list.append(future)
     return future
@@ -103,24 +90,16 @@ def remote(
     timeout: float = UNSET_TIMEOUT,
 ) -> RRef[Any]:
     """See telegrad.rpc.remote."""
-    if profiling.is_on():
-        call = profiling.ProfiledCall(RPCExecMode.REMOTE, func, to)
-        number = profiling.new_number()
-        with call.span as span:
-            rref = rpc.remote(
-                to, profiling.profiled_creation, (number, *call.args(args, kwargs)), None, timeout
-            )
-            events = rpc.rpc_async(to, profiling.events_of_creation, (number,), None, timeout)
-            done = span._call_end_callbacks_on_future(events.then(lambda done: call.add(done.wait())))
-            rref._set_profiling_future(done)
-        return rref
-    return rpc.remote(to, func, args, kwargs, timeout)
+    rref = rpc.remote(to, func, args, kwargs, timeout)
+    call = profiled_calls.newest() if profiled_calls.running else None
+    if call is not None:
+        rref._set_profiling_future(call.is_answered)
+    return rref
 
 
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False, **more: Any) -> None:
     """See telegrad.autograd.backward. As with torch, a root must be the result of something."""
-    with torch.autograd.profiler.record_function("torch::distributed::autograd::backward"):
-        for root in roots or ():
-            if root.requires_grad and root.numel() == 1 and root.grad_fn is None:
-                raise GradientError("root does not have a valid gradient function.")
-        autograd.backward(context_id, roots, retain_graph, **more)
+    for root in roots or ():
+        if root.requires_grad and root.numel() == 1 and root.grad_fn is None:
+            raise GradientError("root does not have a valid gradient function.")
+    autograd.backward(context_id, roots, retain_graph, **more)

@@ -11,12 +11,14 @@ import multiprocessing.spawn
 from pathlib import Path
 from typing import Any
 
+from .. import profiled_calls
+
 _FIRST_OF_ALL = """
 import sys
 sys.path.append({where!r})
 import telegrad.compat
 sys.path.remove({where!r})
-telegrad.compat.install()
+telegrad.compat.install(torch_profiler={torch_profiler})
 """
 
 
@@ -24,7 +26,8 @@ class _InstallsWhenUnpickled:
     def __reduce__(self) -> Any:
         # The child has its parent's sys.path only later: it is told where telegrad is.
         where = str(Path(__file__).resolve().parents[2])
-        return exec, (_FIRST_OF_ALL.format(where=where),)
+        code = _FIRST_OF_ALL.format(where=where, torch_profiler=profiled_calls.asks_with_kineto)
+        return exec, (code,)
 
 
 def follow_into_children() -> None:

@@ -25,7 +25,7 @@ import torch.distributed.rpc.backend_registry
 import torch.distributed.rpc.options
 import torch.distributed.rpc.rref_proxy
 
-from .. import autograd
+from .. import autograd, profiled_calls
 from ..config import Options
 from ..gradients.leaves import leaves_are_averaged
 from ..rref import RRef
@@ -42,13 +42,15 @@ def is_installed() -> bool:
     return _installed
 
 
-def install(options: Options | None = None) -> None:
+def install(options: Options | None = None, *, torch_profiler: bool = False) -> None:
     """Puts telegrad in the place of torch.distributed.rpc, torch.distributed.autograd,
     torch.distributed.optim.DistributedOptimizer and torch.distributed.nn.RemoteModule: for this process, and for those
     that it starts with multiprocessing. Any number of times.
 
     Args:
         options: telegrad's own options for the worker that init_rpc() will start. Its timeout is torch's.
+        torch_profiler: calls stand in profiles of torch.profiler.profile, too, with what they cost at the callee. The
+            original leaves them out, and has them in those of torch.autograd.profiler_legacy only.
 
     Raises:
         RuntimeError: torch's own RPC is running in this process.
@@ -60,6 +62,7 @@ def install(options: Options | None = None) -> None:
             "telegrad.compat.install() before torch.distributed.rpc.init_rpc(), or after its shutdown()"
         )
     _set_backend(options or Options())
+    profiled_calls.asks_with_kineto = torch_profiler
     if _installed:
         return
     _installed = True
@@ -74,7 +77,6 @@ def install(options: Options | None = None) -> None:
     torch._jit_internal.is_rref_instance = _is_handed_to_script
     _note_averaged_leaves()
     _warn_of_calls_in_scripts()
-    profiling.follow_calls()
     follow_into_children()
 
 
@@ -164,7 +166,6 @@ def _is_handed_to_script(obj: object) -> bool:
 _CALLS_IN_SCRIPTS = ("prim::rpc_sync", "prim::rpc_async", "prim::rpc_remote")
 _INSTEAD_OF_INVOKE = "call rpc_sync(), rpc_async() or remote() with the function itself"
 _INSTEAD_OF_PICKLE = "send RRefs as arguments and results of calls"
-_INSTEAD_OF_GLOBAL_PROFILER = "run torch.profiler.profile in a function that you call there"
 
 _RPC: dict[str, Any] = {
     # calls
@@ -191,6 +192,8 @@ _RPC: dict[str, Any] = {
     "_destroy_rref_context": agent.destroy_references,
     "_rref_context_get_debug_info": agent.reference_counts,
     "_get_debug_info": agent.debug_info,
+    "_enable_server_process_global_profiler": profiling.enable,
+    "_disable_server_process_global_profiler": profiling.disable,
     # what is not there
     **{
         name: _not_here(name, _INSTEAD_OF_INVOKE)
@@ -205,15 +208,6 @@ _RPC: dict[str, Any] = {
     },
     "_enable_jit_rref_pickle": _not_here("_enable_jit_rref_pickle", _INSTEAD_OF_PICKLE),
     "_disable_jit_rref_pickle": _not_here("_disable_jit_rref_pickle", _INSTEAD_OF_PICKLE),
-    "_server_process_global_profile": _not_here(
-        "_server_process_global_profile", _INSTEAD_OF_GLOBAL_PROFILER
-    ),
-    "_enable_server_process_global_profiler": _not_here(
-        "_enable_server_process_global_profiler", _INSTEAD_OF_GLOBAL_PROFILER
-    ),
-    "_disable_server_process_global_profiler": _not_here(
-        "_disable_server_process_global_profiler", _INSTEAD_OF_GLOBAL_PROFILER
-    ),
 }
 
 _AUTOGRAD = (

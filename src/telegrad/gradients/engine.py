@@ -34,7 +34,7 @@ from ..errors import (
     UnknownContextError,
     text_of,
 )
-from ..events import logger
+from ..events import Events, logger
 from ..messages import (
     Autograd,
     Begin,
@@ -96,6 +96,8 @@ class Host(Protocol):
 
     def watch(self, peer: int) -> Any:
         """Has this thread read what that worker sends while it works on a pass; `end()` ends it. May be None."""
+
+    events: Events
 
     def ask(
         self, workers: Iterable[int], function: Callable[..., Any], args: Sequence[Any], seconds: float
@@ -591,6 +593,9 @@ class Engine:
 
     def _run_part(self, local: LocalPass) -> None:
         error: BaseException | None = None
+        events, running = self.host.events, None
+        if events.subscribers:
+            running = events.span("pass", "pass", local.pass_id, self.host.name_of(sender_of(local.pass_id)))
         try:
             if local.on_own_thread:
                 local.run()
@@ -608,6 +613,8 @@ class Engine:
                 error = self._late(root, local.begin.timeout if local.begin else None)
         except BaseException as raised:
             error = raised
+        if running is not None:
+            running.end()
         self._carry_out(local, local.on(lambda part: part.on_local_end(error)))
 
     def _report(self, local: LocalPass, error: BaseException | None) -> None:

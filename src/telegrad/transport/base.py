@@ -41,6 +41,11 @@ class Frames(NamedTuple):
     buffers: Sequence[Buffer]
     keep: Any = None
 
+    @property
+    def nbytes(self) -> int:
+        """Of header and buffers, as connections count them."""
+        return len(self.header) + sum(map(len, self.buffers))
+
 
 @dataclass(frozen=True)
 class ConnectionStatistics:

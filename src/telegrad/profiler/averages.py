@@ -1,0 +1,51 @@
+"""Operators of all workers as torch's own FunctionEvents, for key_averages() and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
+
+from .timeline import ChromeEvent
+
+_OPERATORS = frozenset(("cpu_op", "user_annotation", "python_function"))
+_ON_DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
+
+
+def function_events(events: Iterable[ChromeEvent], ids: Mapping[int, int], *, per_worker: bool) -> EventList:
+    """torch's list of events; `ids` has the id of each process's worker. Without `per_worker`, an operator has the same
+    name on all workers, and one average."""
+    found = []
+    threads: dict[tuple[int, Any], int] = {}
+    uses_device = False
+    for number, event in enumerate(events):
+        category = event.get("cat")
+        if event.get("ph") != "X" or category not in _OPERATORS | _ON_DEVICE:
+            continue
+        on_device = category in _ON_DEVICE
+        uses_device |= on_device
+        args = event.get("args", {})
+        function = FunctionEvent(
+            id=number,
+            name=event["name"],
+            trace_name=event["name"],
+            thread=threads.setdefault((event["pid"], event["tid"]), len(threads) + 1),
+            start_us=event["ts"],
+            end_us=event["ts"] + event["dur"],
+            input_shapes=args.get("Input Dims"),
+            concrete_inputs=args.get("Concrete Inputs"),
+            stack=args.get("Call stack", "").split(";") if args.get("Call stack") else [],
+            scope=0,
+            sequence_nr=args.get("Sequence number", -1),
+            node_id=ids.get(event["pid"], -1) if per_worker else -1,
+            device_type=DeviceType.CUDA if on_device else DeviceType.CPU,
+            is_user_annotation=category == "user_annotation",
+            use_device="cuda" if on_device else None,
+        )
+        found.append(function)
+    found.sort(key=lambda f: (f.time_range.start, -f.time_range.end))
+    listed = EventList(found, use_device="cuda" if uses_device else None)
+    listed._build_tree()
+    return listed

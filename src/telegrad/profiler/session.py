@@ -1,0 +1,238 @@
+"""profile: torch.profiler.profile for all workers that take part.
+
+    start_trace   this worker records, and marks what it sends: whoever is called joins in (see recording.py)
+    stop_trace    everybody stops, clocks are compared, what was recorded is collected and put together
+
+torch's class does the rest: the schedule, the steps, on_trace_ready.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.profiler_util import EventList
+
+from .. import recording
+from ..current import current_worker
+from ..errors import TelegradError
+from ..events import logger
+from ..messages import Session, Settings
+from ..operators import clock_offset
+from ..worker import Worker
+from .averages import function_events
+from .clocks import Exchange, clock_of, exchange
+from .summary import Summary
+from .timeline import make_trace
+from .trace import StrPath, Trace
+
+T = TypeVar("T")
+PATIENCE = 30.0  # seconds for each answer of a worker; a dead one is known at once
+LONG_PATIENCE = 600.0  # to export and send what may be millions of events
+
+
+class profile(torch.profiler.profile):
+    """Records what this worker does and what every worker does for it, as one timeline.
+
+    The arguments are those of torch.profiler.profile, and so are `step()`, the schedule and `on_trace_ready`. A worker
+    takes part from the first call or gradient on that it gets from one that does. At the end of each cycle `trace` has
+    what all of them did. `experimental_config` and `execution_trace_observer` hold on this worker only.
+
+    A worker that dies meanwhile is in `trace.missing`; the rest is there. A process in which another profiler runs has
+    no operators in the trace, which says so.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.trace: Trace | None = None
+        self._worker: Worker | None = None
+        self._session: _Root | None = None
+        self._known: set[int] = (
+            set()
+        )  # who took part in earlier cycles: they are there from the beginning of the next
+        self._accumulated: list[Trace] = []
+
+    # -- what torch's class calls, by the schedule -----------------------------------------------------
+
+    def prepare_trace(self) -> None:
+        """Has this worker take part, and those that took part before. What is done from here on does not count yet; but
+        workers join, and torch's profiler starts there.
+
+        Raises:
+            NotStartedError: this process has no worker.
+            RuntimeError: this worker takes part in somebody else's profile.
+        """
+        self._session = _Root(current_worker(), self._settings())
+        self._session.prepare(self._known)
+
+    def start_trace(self) -> None:
+        """What is done from here on counts."""
+        if self._session is None:
+            self.prepare_trace()
+        assert self._session is not None
+        self._session.began = time.perf_counter()
+        if self.execution_trace_observer:
+            self.execution_trace_observer.start()
+
+    def stop_trace(self) -> None:
+        """Stops recording everywhere, and puts together what was recorded."""
+        if self.execution_trace_observer:
+            self.execution_trace_observer.stop()
+        session, self._session = self._session, None
+        if session is None:
+            return
+        self.trace = session.stop()
+        self._known = session.took_part
+        if self.acc_events:
+            self._accumulated.append(self.trace)
+
+    def _settings(self) -> Settings:
+        names = tuple(sorted(activity.name for activity in self.activities))
+        return Settings(
+            self.record_shapes, self.profile_memory, self.with_flops, self.with_stack, self.with_modules, names
+        )  # fmt: skip
+
+    # -- what came of it -------------------------------------------------------------------------------
+
+    def _result(self) -> Trace:
+        if self.trace is None:
+            raise RuntimeError(
+                "nothing was recorded yet: ask for it after the `with`, or in on_trace_ready; with a schedule, after "
+                "the last active step of a cycle"
+            )
+        return self.trace
+
+    def export_chrome_trace(self, path: StrPath, use_python_export: bool = False) -> None:
+        """Writes the last cycle's timeline, for Perfetto (ui.perfetto.dev) or chrome://tracing; compressed if the name
+        ends in `.gz`."""
+        self._result().save(path)
+
+    def summary(self) -> Summary:
+        """Where the time of a step went on each worker, and the critical path."""
+        return self._result().summary()
+
+    def events(self, *, group_by_worker: bool = False) -> EventList:
+        """The operators of all workers, as torch's FunctionEvents; with `group_by_worker`, each with its worker's id as
+        `node_id`."""
+        found: list[Any] = []
+        for trace in self._accumulated or [self._result()]:
+            ids = {said["pid"]: said["id"] for said in trace.about["workers"].values()}
+            found += function_events(trace.events, ids, per_worker=group_by_worker)
+        listed = EventList(found, use_device=self.use_device)
+        listed._tree_built = True  # of each trace by itself
+        return listed
+
+    def key_averages(
+        self,
+        group_by_input_shape: bool = False,
+        group_by_stack_n: int = 0,
+        group_by_overload_name: bool = False,
+        *,
+        group_by_worker: bool = False,
+    ) -> EventList:
+        """Averages over the operators of all workers; with `group_by_worker`, each worker has its own, and the table a
+        column with the worker's id."""
+        listed = self.events(group_by_worker=group_by_worker)
+        averaged = listed.key_averages(group_by_input_shape, group_by_stack_n, group_by_overload_name)
+        return averaged  # type: ignore[no-any-return]
+
+
+class _Root:
+    """One session, at the worker that began it."""
+
+    def __init__(self, worker: Worker, settings: Settings) -> None:
+        self._worker = worker
+        self._session = Session(worker.new_message_id(), settings)
+        self._lock = threading.Lock()  # guards both below
+        self.took_part: set[int] = set()
+        self._exchanges: dict[int, list[Exchange]] = {}
+        self._missing: dict[str, str] = {}
+        self.began = time.perf_counter()
+
+    def prepare(self, known: Iterable[int]) -> None:
+        mine = self._worker.recorder.session
+        if mine is not None:
+            raise RuntimeError(
+                f"worker {self._worker.name!r} takes part in another profile already; end that one first"
+            )
+        self._worker.recorder.on_joined = self._on_joined
+        for worker in self._each(known, recording.profiler_start, (self._session,), is_new=True):
+            self._on_joined(worker)
+        self._worker.recorder.start(self._session)
+
+    def _on_joined(self, worker: int) -> None:
+        """A worker takes part. Its clock is compared at once: it may drift until the end."""
+        with self._lock:
+            if worker in self.took_part or worker == self._worker.id:
+                return
+            self.took_part.add(worker)
+        self._compare(worker)
+
+    def _compare(self, worker: int) -> None:
+        try:
+            found = exchange(lambda: self._worker.call(worker, recording.profiler_clock, timeout=PATIENCE))
+        except TelegradError as error:
+            logger.info("the clock of worker %d could not be compared: %s", worker, error)
+            return
+        with self._lock:
+            self._exchanges.setdefault(worker, []).append(found)
+
+    def stop(self) -> Trace:
+        ended = time.perf_counter()
+        self._worker.recorder.hold(self._session.id)
+        parts: list[recording.Part] = []
+        asked: set[int] = {self._worker.id}
+        try:
+            while new := self._everybody(parts) - asked:
+                asked |= new
+                here = self._each(new, recording.profiler_hold, (self._session.id,))
+                for worker in here:
+                    self._compare(worker)
+                found = self._each(here, recording.profiler_collect, (self._session.id,))
+                parts += [part for part in found.values() if part is not None]
+        finally:
+            self._worker.recorder.on_joined = None
+            own = self._worker.recorder.collect(self._session.id)
+        if own is not None:
+            parts.insert(0, own)
+        parts.sort(key=lambda part: (part.worker != self._worker.name, part.id))
+        self.took_part = {part.id for part in parts} - {self._worker.id}
+        clocks = {part.worker: clock_of(self._exchanges.get(part.id, [])) for part in parts}
+        events, about = make_trace(parts, clocks, self._worker.name, self.began, ended, self._missing)
+        return Trace(events, about, base_ns=int(self.began * 1e9) + clock_offset())
+
+    def _everybody(self, parts: list[recording.Part]) -> set[int]:
+        """Who takes part, as far as is known by now: those who said so, and those whom they have sent something."""
+        own = self._worker.recorder.sent_to
+        with self._lock:
+            return self.took_part.union(own, *(part.sent_to for part in parts))
+
+    def _each(
+        self,
+        workers: Iterable[int],
+        function: Callable[..., T],
+        args: tuple[Any, ...],
+        *,
+        is_new: bool = False,
+    ) -> dict[int, T]:
+        """Calls a function on each worker, on all at once. Whoever does not answer is missing."""
+        futures = {}
+        for worker in workers:
+            try:
+                futures[worker] = self._worker.call_async(worker, function, args, timeout=LONG_PATIENCE)
+            except TelegradError as error:
+                self._lose(worker, error, is_new=is_new)
+        answers = {}
+        for worker, future in futures.items():
+            try:
+                answers[worker] = future.wait()
+            except TelegradError as error:
+                self._lose(worker, error, is_new=is_new)
+        return answers
+
+    def _lose(self, worker: int, error: TelegradError, *, is_new: bool) -> None:
+        if not is_new:  # else it has left before this cycle began
+            self._missing[self._worker.name_of(worker)] = str(error)

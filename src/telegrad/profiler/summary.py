@@ -1,0 +1,195 @@
+"""Summary: where the time of a step went on each worker, and the critical path."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .breakdown import STATES, Interval, breakdown
+from .critical_path import Link, critical_path
+from .timeline import MESSAGES, ChromeEvent
+
+TITLES = {
+    "compute": "compute",
+    "serialise": "serialising",
+    "wire": "on the wire",
+    "wait": "waiting",
+    "idle": "idle",
+}
+_SHOWN = 8  # links of the critical path, the longest
+_STEP = "ProfilerStep#"
+
+
+@dataclass(frozen=True)
+class WorkerTime:
+    """Of one worker. In microseconds, of all steps together."""
+
+    name: str
+    time: Mapping[str, float]  # by state, see TITLES
+    messages_out: int
+    bytes_out: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Prints as a table; `to_dict()` has the same as data. Times are in microseconds, of all steps together."""
+
+    length: float
+    steps: int  # 0: the program did not count any
+    workers: Sequence[WorkerTime]
+    path: Sequence[Link]
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    def path_shares(self) -> list[tuple[str, str, str, float]]:
+        """(worker, what, name, microseconds) on the critical path, the most first."""
+        shares: dict[tuple[str, str, str], float] = defaultdict(float)
+        for link in self.path:
+            shares[link.worker, link.what, link.name] += link.duration
+        return sorted([(*key, time) for key, time in shares.items()], key=lambda share: -share[3])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as data, for JSON."""
+        return {
+            "length": self.length,
+            "steps": self.steps,
+            "workers": {
+                w.name: {
+                    **{state: w.time[state] for state in STATES},
+                    "messages_out": w.messages_out,
+                    "bytes_out": w.bytes_out,
+                    "note": w.note,
+                }
+                for w in self.workers
+            },
+            "critical_path": [
+                {"worker": worker, "what": what, "name": name, "time": time}
+                for worker, what, name, time in self.path_shares()
+            ],
+            "missing": dict(self.missing),
+        }
+
+    # -- as text ---------------------------------------------------------------------------------------
+
+    def _title(self) -> str:
+        if self.steps > 1:
+            return f"{self.steps} steps, {_time(self.length / self.steps)} each"
+        return f"{'one step' if self.steps else 'everything'}, {_time(self.length)}"
+
+    def _header(self) -> list[str]:
+        return ["worker", *TITLES.values(), "messages out", "bytes out"]
+
+    def _rows(self) -> list[list[str]]:
+        rows = []
+        for worker in self.workers:
+            per = max(self.steps, 1)
+            times = [
+                f"{_time(worker.time[state] / per)} {_share(worker.time[state], self.length)}"
+                for state in STATES
+            ]
+            rows.append([worker.name, *times, str(worker.messages_out), _bytes(worker.bytes_out)])
+        return rows
+
+    def _notes(self) -> list[str]:
+        found = [f"worker {w.name!r}: {w.note}" for w in self.workers if w.note]
+        return found + [f"worker {name!r} is missing: {why}" for name, why in self.missing.items()]
+
+    def _path_lines(self) -> list[str]:
+        if not self.path:
+            return []
+        shares = self.path_shares()
+        lines = ["critical path, the longest first:"]
+        for worker, what, name, time in shares[:_SHOWN]:
+            per_step = _time(time / max(self.steps, 1))
+            lines.append(f"  {per_step:>9} {_share(time, self.length):>4}  {worker}: {_link(what, name)}")
+        if len(shares) > _SHOWN:
+            rest = sum(time for *_, time in shares[_SHOWN:])
+            lines.append(
+                f"  {_time(rest / max(self.steps, 1)):>9} {_share(rest, self.length):>4}  {len(shares) - _SHOWN} others"
+            )
+        return lines
+
+    def __str__(self) -> str:
+        header, rows = self._header(), self._rows()
+        widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+        lines = [self._title()]
+        for row in [header, *rows]:
+            cells = [row[0].ljust(widths[0])]
+            cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join([*lines, *self._path_lines(), *self._notes()])
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=self._title(), title_justify="left", box=None, pad_edge=False)
+        for place, title in enumerate(self._header()):
+            table.add_column(title, justify="right" if place else "left")
+        for row in self._rows():
+            table.add_row(*row)
+        return Group(table, *map(Text, [*self._path_lines(), *self._notes()]))
+
+
+def _link(what: str, name: str) -> str:
+    return {"compute": name, "wire": f"{name} (wire)", "wait": f"waiting: {name}"}[what]
+
+
+def _time(microseconds: float) -> str:
+    if microseconds < 1000:
+        return f"{microseconds:.0f} us"
+    return f"{microseconds / 1000:.1f} ms" if microseconds < 1e6 else f"{microseconds / 1e6:.2f} s"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "0%"
+
+
+def _bytes(count: int) -> str:
+    size, units = float(count), ["B", "KiB", "MiB", "GiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def summarise(
+    events: Sequence[ChromeEvent], about: Mapping[str, Any], processes: Mapping[int, str]
+) -> Summary:
+    """What a trace says of the time of its steps; of all of it, if the program did not count any."""
+    root = about.get("root", "")
+    steps = _steps(events, processes, root)
+    windows = steps or _windows(events, about)
+    times = breakdown(events, processes, windows)
+    out: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for event in events:
+        if event.get("cat") == MESSAGES and event["ph"] == "s":
+            count, size = out[event["pid"]]
+            out[event["pid"]] = count + 1, size + event["args"]["bytes"]
+    notes = {name: said.get("note", "") for name, said in about.get("workers", {}).items()}
+    workers = [
+        WorkerTime(name, times[name], *out[pid], notes.get(name, "")) for pid, name in processes.items()
+    ]
+    missing = {name: said["why"] for name, said in about.get("missing", {}).items()}
+    path = critical_path(events, processes, root, windows)
+    return Summary(sum(end - start for start, end in windows), len(steps), workers, path, missing)
+
+
+def _windows(events: Sequence[ChromeEvent], about: Mapping[str, Any]) -> list[Interval]:
+    if about:
+        return [(start, end) for start, end in about.get("windows") or [about["window"]]]
+    slices = [(e["ts"], e["ts"] + e.get("dur", 0)) for e in events if e.get("ph") == "X"]
+    return [(min(s for s, _ in slices), max(e for _, e in slices))] if slices else []
+
+
+def _steps(events: Sequence[ChromeEvent], processes: Mapping[int, str], root: str) -> list[Interval]:
+    """The steps that the program counted, with profile.step()."""
+    found = {
+        e["name"]: (e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e.get("ph") == "X" and e["name"].startswith(_STEP) and processes.get(e["pid"]) == root
+    }
+    return sorted(found.values())
