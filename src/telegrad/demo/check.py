@@ -58,6 +58,6 @@ def gradient_of(context_id: int, handle: RRef[nn.Parameter]) -> Tensor:
     return autograd.get_gradients(context_id)[handle.local_value()]
 
 
-def shown(difference: float) -> str:
+def in_words(difference: float) -> str:
     """As people read it: a zero means that not one bit is different."""
     return "0" if difference == 0 else f"{difference:.1e}"

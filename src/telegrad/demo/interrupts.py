@@ -53,7 +53,7 @@ def run(work: Work, console: Console) -> int:
         thread.join(PATIENCE)
         logger.removeFilter(_nothing)
         if code == INTERRUPTED:
-            console.show_cursor(True)
+            Console().show_cursor(True)
             console.print("stopped; no process is left behind")
         if thread.is_alive():  # in a long computation, with nothing that is worth waiting for
             sys.stdout.flush()

@@ -35,9 +35,10 @@ def plot_loss(losses: Sequence[tuple[float, float]]) -> Figure:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Each value with those around it."""
-    reach = max(1, len(values) // 40)
-    windows = (values[max(0, n - reach) : n + reach + 1] for n in range(len(values)))
+    """The mean of each value and those around it: fewer at the beginning, where they fall steeply."""
+    most = max(1, len(values) // 40)
+    reaches = (min(n, most) for n in range(len(values)))
+    windows = (values[n - reach : n + reach + 1] for n, reach in enumerate(reaches))
     return [sum(window) / len(window) for window in windows]
 
 

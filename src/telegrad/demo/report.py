@@ -22,7 +22,7 @@ from pygments.lexers import PythonLexer  # type: ignore[import-untyped]
 from ..graph import Graph
 from ..profiler import Summary
 from .accounts import Account
-from .check import LIMIT, Difference, shown
+from .check import LIMIT, Difference, in_words
 from .model import LAYERS, ROWS, Stage, Transformer
 from .pictures import smoothed
 from .progress import size
@@ -73,7 +73,9 @@ def write_report(results: Results, path: Path) -> None:
         _tile(f"{first:.2f} → {last:.2f}", f"loss, in {steps:,} steps"),
         _tile(f"{steps / seconds:.1f}", "steps per second"),
         _tile(size(sent), f"sent between workers, {size(sent / steps)} in a step"),
-        _tile(shown(worst), "largest difference of a gradient", "good" if exact else "bad"),
+        _tile(
+            in_words(worst), "largest difference of a gradient from one process", "good" if exact else "bad"
+        ),
     ]
     page = Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     filled = page.substitute(
@@ -169,7 +171,7 @@ def _check(differences: Sequence[Difference]) -> str:
 
 
 def _marked(difference: Difference) -> str:
-    return f'<span class="{"good" if difference.is_small else "bad"}">{shown(difference.largest)}</span>'
+    return f'<span class="{"good" if difference.is_small else "bad"}">{in_words(difference.largest)}</span>'
 
 
 def _timeline(timeline: Timeline) -> str:
@@ -223,7 +225,7 @@ def _graph(graph: Graph) -> str:
         f"<p>What autograd remembers of one forward pass: {len(graph.nodes)} nodes on {len(graph.workers)} workers, "
         f"joined by {len(graph.sends)} tensors that went from one to another. The backward pass goes the other way; "
         "the table on the server gets the sum of what comes from both stages.</p>"
-        f'<div class="card canvas scroll"><div class="picture wide painted">{graph._repr_html_()}</div></div>'
+        f'<div class="card canvas scroll"><div class="drawn painted">{graph._repr_html_()}</div></div>'
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -18,7 +19,7 @@ from ..cluster import LocalCluster
 from ..forkserver import ForkServer
 from . import interrupts, pictures, sights
 from .accounts import Account, accounts
-from .check import LIMIT, Difference, differences, shown
+from .check import LIMIT, Difference, differences, in_words
 from .model import WORKERS, Transformer
 from .progress import Gauge, Meter
 from .report import Results, write_report
@@ -79,25 +80,30 @@ def _train_and_look(
     console.print(
         "A transformer learns to write Python, on four workers: this process and three more.", soft_wrap=True
     )
-    text = encode(standard_library())
-    with LocalCluster(WORKERS, server=server) as cluster:
+    with contextlib.ExitStack() as running:
+        with console.status("starting the workers"):
+            text = encode(standard_library())
+            cluster = running.enter_context(LocalCluster(WORKERS, server=server))
         processes = ", ".join(f"{name} {pid}" for name, pid in cluster.pids.items())
         console.print(f"started    {processes} in {time.monotonic() - began:.1f} s", soft_wrap=True)
-        torch.manual_seed(seed)
-        model = Transformer()
-        training = Training(model, text)
-        untrained = write_on(model, PROMPT, WRITTEN[0])
+        with console.status("placing the model"):
+            torch.manual_seed(seed)
+            model = Transformer()
+            training = Training(model, text)
+            untrained = write_on(model, PROMPT, WRITTEN[0])
         console.print(f"it writes  {untrained[:60]!r}", markup=False, soft_wrap=True)
         losses, worked = _train(training, cluster, console, steps=steps, seconds=seconds)
-        trained = write_on(model, PROMPT, WRITTEN[1])
-        console.print("now it writes:")
-        console.print(textwrap.indent(trained, "  | ", lambda line: True), style="cyan", markup=False)
-        found = differences(model, training.batch())
-        _say_check(console, found)
-        timeline = sights.profile(training, folder)
-        per_step = timeline.summary.length / timeline.summary.steps / 1000
-        console.print(f"profiled   {timeline.summary.steps} steps on all workers, {per_step:.0f} ms each")
-        graph = sights.draw_graph(training, folder)
+        with console.status("looking at what came of it"):
+            trained = write_on(model, PROMPT, WRITTEN[1])
+            shown = textwrap.indent(trained, "  | ", lambda line: True)
+            console.print("now it writes:")
+            console.print(shown, style="cyan", markup=False, soft_wrap=True)
+            found = differences(model, training.batch())
+            _say_check(console, found)
+            timeline = sights.profile(training, folder)
+            per_step = timeline.summary.length / timeline.summary.steps / 1000
+            console.print(f"profiled   {timeline.summary.steps} steps on all workers, {per_step:.0f} ms each")
+            graph = sights.draw_graph(training, folder)
     figure = pictures.plot_loss(losses)
     pictures.save_png(figure, folder / "loss.png")
     return Results(
@@ -138,7 +144,7 @@ def _say_check(console: Console, found: list[Difference]) -> None:
     largest = max(found, key=lambda difference: difference.largest)
     console.print(
         f"checked    one step's gradients of {sum(d.elements for d in found):,} parameters, on four workers and in one "
-        f"process: they differ by {shown(largest.largest)} at most (float64)",
+        f"process: they differ by {in_words(largest.largest)} at most (float64)",
         soft_wrap=True,
     )
 
