@@ -86,9 +86,9 @@ def main() -> None:
         run_ring(console, ring)
         compare(console, ring[0], with_torch=not options.no_torch)
     console.print("To try next:")
-    console.print("  scripts/demo 24 --transport tcp   a larger ring, over sockets alone")
-    console.print("  README.md                         a program of 15 lines to start from")
-    console.print("  scripts/bench                     the same comparison with more care")
+    console.print("  examples/ring.py 24 --transport tcp   a larger ring, over sockets alone")
+    console.print("  README.md                             a program of 15 lines to start from")
+    console.print("  scripts/bench                         the same comparison with more care")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,13 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "telegrad"
 LAYERS = """
     __main__ compat.__main__
     cli compat.replacing
+    demo.__main__
+    demo.story
+    demo.interrupts demo.report
+    demo.sights demo.check demo.progress demo.pictures
+    demo.training demo.accounts
+    demo.model
+    demo.text
     compat.agent compat.calls compat.children
     compat.profiling
     profiler.session profiler.drawing
