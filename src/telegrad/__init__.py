@@ -3,14 +3,21 @@
 A program calls functions on other workers as if they were local, and gradients find their way back. `telegrad.rpc`
 and `telegrad.autograd` have the names of torch.distributed.rpc and torch.distributed.autograd;
 `telegrad.LocalCluster` starts workers on this machine.
+
+What is named here is imported when it is first used: importing torch takes seconds, and the launcher and every
+`--help` of the command line do without it.
 """
 
-from . import autograd, errors, rpc
-from .cluster import LocalCluster
-from .config import Options
-from .forkserver import ForkServer
-from .messages import WorkerInfo
-from .worker import Statistics, Worker
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import autograd, errors, rpc
+    from .cluster import LocalCluster
+    from .config import Options
+    from .forkserver import ForkServer
+    from .messages import WorkerInfo
+    from .worker import Statistics, Worker
 
 __version__ = "0.1.0"
 
@@ -25,3 +32,26 @@ __all__ = [
     "errors",
     "rpc",
 ]
+
+_HOMES = {
+    "ForkServer": "forkserver",
+    "LocalCluster": "cluster",
+    "Options": "config",
+    "Statistics": "worker",
+    "Worker": "worker",
+    "WorkerInfo": "messages",
+}
+_MODULES = ("autograd", "errors", "nn", "optim", "rpc")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
