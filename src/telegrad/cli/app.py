@@ -147,7 +147,7 @@ def top(
         bool, typer.Option("--once", help="Look for one interval, print a plain table, and end.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds in which the group must answer.")] = 5.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds in which the group must answer.")] = 3.0,
 ) -> None:
     from .top import watch
 
