@@ -199,7 +199,9 @@ def _open_existing(address: str, timeout: float) -> Any:
             raise RendezvousError(f"there is no file {path!r}; a group that meets at file:// makes it")
         return FileStore(path, -1)
     if url.scheme != "tcp" or not host or not port:
-        raise AddressError(f"{given!r} is not an address; write HOST:PORT, tcp://HOST:PORT, file:///PATH or env://")
+        raise AddressError(
+            f"{given!r} is not an address; write HOST:PORT, tcp://HOST:PORT, file:///PATH or env://"
+        )
     return connect_store(host, port, timeout)
 
 
@@ -222,7 +224,9 @@ def within(seconds: float, function: Callable[[], Result]) -> Result:
     try:
         result, error = results.get(timeout=seconds + 1.0)
     except queue.Empty:
-        raise RendezvousError(f"the store does not answer within {seconds:g} s; is its process stopped?") from None
+        raise RendezvousError(
+            f"the store does not answer within {seconds:g} s; is its process stopped?"
+        ) from None
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
@@ -273,7 +277,9 @@ class Sampler:
         self._last = Latency(len(took), took[len(took) // 2], took[len(took) * 99 // 100]) if took else None
 
     def _on_event(self, event: Event) -> None:
-        if event.kind != "call" or event.stage != "receive" or event.message_id < 0:  # an observer's are negative
+        if (
+            event.kind != "call" or event.stage != "receive" or event.message_id < 0
+        ):  # an observer's are negative
             pass
         elif event.phase == "started":
             if event.at < self._until and len(self._took) < _MOST_SAMPLES:

@@ -6,6 +6,7 @@
     doctor.py       doctor: what would go wrong on this machine (checks.py, selftest.py)
     comparison.py   bench: calls and a pass beside torch's
     trace.py        trace: profiler traces, summed up and merged
+    figures.py      figures in words
     output.py       consoles, and how a command ends that cannot go on
 
 Nothing here is imported by the rest of the package, and no command imports torch unless it needs it.

@@ -61,7 +61,10 @@ def _told(command: str) -> Iterator[None]:
 @app.command(
     help=_help(
         "Run a program as several processes on this machine, as torchrun does.",
-        "Each process gets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and the rest), so [bold]telegrad.rpc.init_rpc(name)[/] needs no more than a name. Each line of output has its rank in front. When one process fails, all others are ended, and its traceback is shown last. Nothing is left running, whatever happens.",
+        "Each process gets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and "
+        "the rest), so [bold]telegrad.rpc.init_rpc(name)[/] needs no more than a name. Each line of output "
+        "has its rank in front. When one process fails, all others are ended, and its traceback is shown "
+        "last. Nothing is left running, whatever happens.",
         examples=[
             "telegrad run -n 4 train.py --steps 100",
             "telegrad run -n 2 -m package.train",
@@ -73,7 +76,9 @@ def _told(command: str) -> Iterator[None]:
     "130 after Ctrl-C; 2 for wrong usage.",
 )
 def run(
-    script: Annotated[str, typer.Argument(help="A Python program; a module's name with -m.")],
+    script: Annotated[
+        str, typer.Argument(help="A Python program; a module's name with -m.", metavar="SCRIPT")
+    ],
     arguments: Annotated[list[str] | None, typer.Argument(help="What the program gets as it is.")] = None,
     count: Annotated[int, typer.Option("-n", "--processes", min=1, help="How many processes.")] = 2,
     module: Annotated[
@@ -125,7 +130,9 @@ def _why_not_started(error: OSError, port: int) -> str:
 @app.command(
     help=_help(
         "Watch a running group: calls, bytes, latencies, contexts, passes and memory of each worker.",
-        "It looks at any group, of fixed size or open, without joining it: nobody counts it, waits for it or ends later for it. Rates are over the last interval. q or Ctrl-C ends it. Where the output is no terminal it prints one table.",
+        "It looks at any group, of fixed size or open, without joining it: nobody counts it, waits for it or "
+        "ends later for it. Rates are over the last interval. q or Ctrl-C ends it. Where the output is no "
+        "terminal it prints one table.",
         examples=[
             "telegrad top 127.0.0.1:29500",
             "telegrad top file:///tmp/meeting --interval 0.5",
@@ -138,7 +145,10 @@ def _why_not_started(error: OSError, port: int) -> str:
 def top(
     address: Annotated[
         str,
-        typer.Argument(help="Where the group meets: HOST:PORT, tcp://HOST:PORT, file:///PATH or env://."),
+        typer.Argument(
+            help="Where the group meets: HOST:PORT, tcp://HOST:PORT, file:///PATH or env://.",
+            metavar="ADDRESS",
+        ),
     ],
     interval: Annotated[
         float, typer.Option("-i", "--interval", min=0.1, help="Seconds between two looks.")
@@ -158,7 +168,8 @@ def top(
 @app.command(
     help=_help(
         "Say what on this machine would make telegrad fail or slow, and how to mend it.",
-        "Versions, shared memory, limits, sockets, ports, clock, cores and settings; then a test: two workers, a call and a backward pass, compared with autograd in one process.",
+        "Versions, shared memory, limits, sockets, ports, clock, cores and settings; then a test: two "
+        "workers, a call and a backward pass, compared with autograd in one process.",
         examples=[
             "telegrad doctor",
             "telegrad doctor --json | jq '.findings[] | select(.status != \"ok\")'",
@@ -190,7 +201,9 @@ def doctor(
     epilog="Exit code: 0; 1 for a file that is cut short or is no trace; 2 for a file that is not there.",
 )
 def trace(
-    files: Annotated[list[Path], typer.Argument(help="Traces that telegrad.profiler has written.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Traces that telegrad.profiler has written.", metavar="FILE...")
+    ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write all of them as one trace.", metavar="FILE")
     ] = None,
@@ -205,7 +218,9 @@ def trace(
 @app.command(
     help=_help(
         "Measure telegrad beside torch.distributed.rpc on this machine.",
-        "In a checkout of the repository this runs its benchmarks, which take minutes and write a report. Elsewhere, and with --short, it is a comparison of about 20 seconds: an empty call, calls with 64 bytes and 1 MiB, and one call with a backward pass.",
+        "In a checkout of the repository this runs its benchmarks, which take minutes and write a report. "
+        "Elsewhere, and with --short, it is a comparison of about 20 seconds: an empty call, calls with 64 "
+        "bytes and 1 MiB, and one call with a backward pass.",
         examples=[
             "telegrad bench --short",
             "telegrad bench --short --no-torch --json",

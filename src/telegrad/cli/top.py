@@ -11,7 +11,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -82,7 +82,11 @@ def _print_once(
 def _keep_showing(target: Console, observer: Observer, look: Look, address: str, interval: float) -> int:
     view = View(address, look.world_size, rows(look, None), "q: quit · rates come with the second look")
     ended = ""
-    with _keyboard() as pressed, _ends_in_order(), Live(view, console=target, screen=True, auto_refresh=False) as live:
+    with (
+        _keyboard() as pressed,
+        _ends_in_order(),
+        Live(view, console=target, screen=True, auto_refresh=False) as live,
+    ):
         while not ended:
             if _wait(live, pressed, interval):
                 return Code.FINE
@@ -111,7 +115,7 @@ def _note(interval: float) -> str:
     return f"q: quit · every {interval:g} s · latencies: served calls of {_SAMPLED:.0%} of the time"
 
 
-def _wait(live: Live, pressed: Any, seconds: float) -> bool:
+def _wait(live: Live, pressed: Callable[[float], bytes], seconds: float) -> bool:
     """Waits; True if the user wants to quit."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
@@ -121,12 +125,17 @@ def _wait(live: Live, pressed: Any, seconds: float) -> bool:
     return False
 
 
+def _no_key(seconds: float) -> bytes:
+    time.sleep(seconds)
+    return b""
+
+
 @contextlib.contextmanager
-def _keyboard() -> Iterator[Any]:
+def _keyboard() -> Iterator[Callable[[float], bytes]]:
     """A function that waits for a key, so many seconds; b"" if none was pressed."""
     fd = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else -1
     if fd < 0:
-        yield lambda seconds: time.sleep(seconds) or b""
+        yield _no_key
         return
     before = termios.tcgetattr(fd)
     tty.setcbreak(fd)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..observing import Look, Report, Seen
+from .figures import count, duration, number, size
 
 ANSWERS, SILENT, GONE = "answers", "no answer", "gone"
 
@@ -62,7 +63,7 @@ def _row(seen: Seen, before: Report | None) -> Row:
     return Row(
         member.name, member.id, rank, ANSWERS, pid=report.pid,
         calls_per_second=_rate(calls), bytes_in_per_second=_rate(came), bytes_out_per_second=_rate(went),
-        latency_median=latency and latency.median, latency_p99=latency and latency.p99,
+        latency_median=latency.median if latency else None, latency_p99=latency.p99 if latency else None,
         latency_calls=latency.calls if latency else 0,
         round_trip=seen.round_trip,
         calls_served=figures.calls_served, calls_being_served=figures.calls_being_served,
@@ -100,7 +101,7 @@ COLUMNS = (
     Column("calls/s", lambda row: number(row.calls_per_second), 1),
     Column("in/s", lambda row: size(row.bytes_in_per_second), 2),
     Column("out/s", lambda row: size(row.bytes_out_per_second), 3),
-    Column("median", lambda row: duration(row.latency_median), 4),
+    Column("served in", lambda row: duration(row.latency_median), 4),
     Column("p99", lambda row: duration(row.latency_p99), 8),
     Column("answers in", lambda row: duration(row.round_trip), 10),
     Column("serves", lambda row: count(row.calls_being_served), 9),
@@ -128,12 +129,16 @@ def fitting(rows: list[Row], width: int) -> list[tuple[Column, list[str]]]:
 
 def table(rows: list[Row], width: int) -> Table:
     chosen = fitting(rows, width)
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0), collapse_padding=True)
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, _GAP - 1, 0, 0),
+        collapse_padding=True,
+    )
     for column, _ in chosen:
         first = column.rank == 0
-        made.add_column(
-            column.title, justify="left" if first else "right", no_wrap=True, overflow="ellipsis"
-        )
+        made.add_column(column.title, justify="left" if first else "right", no_wrap=True, overflow="ellipsis")
     for number, row in enumerate(rows):
         cells = [cells[number] for _, cells in chosen]
         if row.state != ANSWERS:
@@ -176,35 +181,3 @@ def summary(rows: list[Row], world_size: int | None) -> list[str]:
         f"{len(here)} of {len(rows)} workers answer, {kind}",
         f"{number(calls)} calls/s, {size(came)}/s, {size(pool)} shared",
     ]
-
-
-# -- figures in words ------------------------------------------------------------------------------------
-
-
-def number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.1f}" if 0 < value < 10 else f"{value:,.0f}"
-
-
-def count(value: int | None, separator: str = ",") -> str:
-    return "-" if value is None else f"{value:{separator}}"
-
-
-def size(value: float | None) -> str:
-    if value is None:
-        return "-"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 99.5 else f"{value:.1f} {unit}"
-
-
-def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
-        if seconds * factor < 999.5:
-            return f"{seconds * factor:.{0 if seconds * factor >= 99.5 or unit == 'µs' else 1}f} {unit}"
-    return f"{seconds:.1f} s"

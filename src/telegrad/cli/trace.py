@@ -1,0 +1,48 @@
+"""`telegrad trace`: what the profiler has written, summed up, and several traces made into one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ..errors import TelegradError
+from ..profiler import load, merge
+from .output import Code, Stopped, console, error_console
+
+
+def run_trace(files: list[Path], output: Path | None, *, as_json: bool) -> int:
+    """Prints the summary of one or several traces, and writes them as one. A file that is no trace is told of and
+    left out; the exit code is 1 then.
+
+    Raises:
+        Stopped: a file is not there, none is a trace, or the output cannot be written.
+    """
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        raise Stopped(f"there is no file {', '.join(missing)}", Code.USAGE)
+    if output is not None and output.resolve() in [file.resolve() for file in files]:
+        raise Stopped(f"{output} is one of the traces; write to another file", Code.USAGE)
+    good, traces = [], []
+    for file in files:
+        try:
+            traces.append(load(file))
+            good.append(file)
+        except (TelegradError, OSError) as error:
+            error_console().print(f"telegrad trace: {error}", markup=False)
+    if not good:
+        raise Stopped("nothing is left to sum up")
+    trace = traces[0] if len(good) == 1 else merge(good)
+    if output is not None:
+        try:
+            trace.save(output)
+        except OSError as error:
+            raise Stopped(f"cannot write {output}: {error.strerror}") from error
+    summary = trace.summary()
+    if as_json:
+        print(json.dumps(summary.to_dict(), indent=2))
+    else:
+        target = console()
+        target.print(summary if target.is_terminal else str(summary), markup=False)
+        if output is not None:
+            target.print(f"written: {output}, to be opened in Perfetto", markup=False, soft_wrap=True)
+    return Code.FINE if len(good) == len(files) else Code.WRONG
