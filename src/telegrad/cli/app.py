@@ -27,9 +27,9 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from .. import __version__
+        from importlib.metadata import version
 
-        typer.echo(f"telegrad {__version__}")
+        typer.echo(f"telegrad {version('telegrad')}")
         raise typer.Exit
 
 

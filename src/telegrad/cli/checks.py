@@ -41,27 +41,28 @@ def versions() -> Iterator[Finding]:
         yield Finding("system", WRONG, told, "telegrad needs Linux: it uses memfd, epoll and /proc")
     else:
         yield Finding("system", OK, told)
-    from .. import __version__
-
-    found = [f"telegrad {__version__}"]
     try:
-        for wanted in (line for line in requires("telegrad") or [] if "extra ==" not in line):
-            match = re.match(r"([\w-]+)(?:>=([\d.]+))?", wanted)
-            assert match is not None
-            name, least = match.groups()
-            try:
-                found.append(f"{name} {version(name)}")
-            except PackageNotFoundError:
-                yield Finding("packages", WRONG, f"{name} is not installed", f"pip install '{wanted}'")
-                continue
-            if least is not None and _numbers(version(name)) < _numbers(least):
-                newer = f"pip install --upgrade '{wanted}'"
-                yield Finding("packages", WRONG, f"{name} {version(name)} is older than {least}", newer)
+        wanted = [line for line in requires("telegrad") or [] if "extra ==" not in line]
+        found = [f"telegrad {version('telegrad')}"]
     except PackageNotFoundError:
         yield Finding(
             "packages", SLOW, "telegrad runs from its sources, and is not installed", "pip install -e ."
         )
-    yield Finding("packages", OK, ", ".join(found))
+        wanted, found = [], []
+    for line in wanted:
+        match = re.match(r"([\w-]+)(?:>=([\d.]+))?", line)
+        assert match is not None
+        name, least = match.groups()
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            yield Finding("packages", WRONG, f"{name} is not installed", f"pip install '{line}'")
+            continue
+        if least is not None and _numbers(version(name)) < _numbers(least):
+            newer = f"pip install --upgrade '{line}'"
+            yield Finding("packages", WRONG, f"{name} {version(name)} is older than {least}", newer)
+    if found:
+        yield Finding("packages", OK, ", ".join(found))
     if shutil.which("dot"):
         yield Finding("graphviz", OK, "the program dot is there")
     else:

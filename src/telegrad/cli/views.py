@@ -139,8 +139,8 @@ def table(rows: list[Row], width: int) -> Table:
     for column, _ in chosen:
         first = column.rank == 0
         made.add_column(column.title, justify="left" if first else "right", no_wrap=True, overflow="ellipsis")
-    for number, row in enumerate(rows):
-        cells = [cells[number] for _, cells in chosen]
+    for at, row in enumerate(rows):
+        cells = [cells[at] for _, cells in chosen]
         if row.state != ANSWERS:
             cells[1 : len(cells)] = [row.state, *[""] * (len(cells) - 2)][: len(cells) - 1]
         made.add_row(*cells, style={GONE: "red", SILENT: "yellow"}.get(row.state))
