@@ -26,7 +26,7 @@ SOON = 10.0  # seconds in which what was killed must be gone
 
 @pytest.fixture
 def program(tmp_path: Path):
-    """Writes a program, with a few words before it: `here` for files, `rank`, and `note(name)`, which leaves its pid."""
+    """Writes a program, after some words: `rank`, `here` for files, and `note(name)`, which leaves its pid."""
 
     def write(text: str) -> str:
         before = f"""
@@ -45,7 +45,12 @@ def program(tmp_path: Path):
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, errors="replace", timeout=PATIENCE, check=False
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=PATIENCE,
+        check=False,
     )
 
 

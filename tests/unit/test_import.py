@@ -8,12 +8,15 @@ import sys
 PROGRAM = """
 import torch
 torch.autograd.backward = torch.autograd.grad = None
+import sys
 import telegrad
-telegrad.Worker
+telegrad.LocalCluster, telegrad.Worker, telegrad.autograd, telegrad.errors, telegrad.rpc
+for_the_command_line = {"typer", "rich", "matplotlib", "graphviz"}
+assert not for_the_command_line & set(sys.modules), for_the_command_line & set(sys.modules)
 """
 
 
-def test_importing_runs_no_backward() -> None:
+def test_importing_runs_no_backward_and_imports_nothing_of_the_command_line() -> None:
     """torch's engine starts threads, and CUDA, when it is first used; the fork server imports telegrad and forks."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
