@@ -41,7 +41,7 @@ _HOMES = {
     "Worker": "worker",
     "WorkerInfo": "messages",
 }
-_MODULES = ("autograd", "errors", "nn", "optim", "rpc")
+_MODULES = ("autograd", "errors", "nn", "optim", "profiler", "rpc")
 
 
 def __getattr__(name: str) -> Any:
