@@ -268,8 +268,6 @@ def demo(
     open_report: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
 ) -> None:
     with _told("demo"):
-        try:
-            from ..demo import main
-        except ModuleNotFoundError as error:
-            raise Stopped(f"the demonstration is not in this installation ({error})") from error
+        from ..demo import main
+
         raise typer.Exit(main(steps=steps, seconds=seconds, out=str(out), seed=seed, open_report=open_report))

@@ -42,7 +42,10 @@ def run_trace(files: list[Path], output: Path | None, *, as_json: bool) -> int:
         print(json.dumps(summary.to_dict(), indent=2))
     else:
         target = console()
-        target.print(summary if target.is_terminal else str(summary), markup=False)
+        if target.is_terminal:
+            target.print(summary)
+        else:
+            print(summary)
         if output is not None:
-            target.print(f"written: {output}, to be opened in Perfetto", markup=False, soft_wrap=True)
+            print(f"written: {output}, to be opened in Perfetto")
     return Code.FINE if len(good) == len(files) else Code.WRONG
