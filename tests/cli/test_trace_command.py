@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import telegrad
 from telegrad import profiler, rpc
+from telegrad.cli import trace
 from telegrad.cli.app import app
 
 
@@ -38,6 +41,16 @@ def test_a_summary(traces):
     assert result.stdout == str(profiler.load(traces[0]).summary()).rstrip("\n") + "\n"
     assert "driver" in result.stdout
     assert "helper" in result.stdout
+
+
+def test_a_summary_in_40_columns(traces, monkeypatch):
+    console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
+    monkeypatch.setattr(trace, "console", lambda: console)
+    assert trace.run_trace([traces[0]], None, as_json=False) == 0
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40
+    assert {"driver", "helper"} <= {line.partition(",")[0] for line in lines}
+    assert sum(line.endswith("%  compute") for line in lines) == 2
 
 
 def test_a_summary_as_json(traces):

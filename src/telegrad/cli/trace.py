@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+from rich.text import Text
+
 from ..errors import TelegradError
-from ..profiler import load, merge
+from ..profiler import Summary, load, merge
+from ..profiler.summary import TITLES
+from .figures import duration, size
 from .output import Code, Stopped, console, error_console
 
 
@@ -42,10 +47,33 @@ def run_trace(files: list[Path], output: Path | None, *, as_json: bool) -> int:
         print(json.dumps(summary.to_dict(), indent=2))
     else:
         target = console()
-        if target.is_terminal:
-            target.print(summary)
-        else:
+        if not target.is_terminal:
             print(summary)
+        elif target.width < max(map(len, str(summary).splitlines())):
+            for line in narrow(summary):
+                target.print(Text(line, overflow="ellipsis", no_wrap=True))
+        else:
+            target.print(summary)
         if output is not None:
             print(f"written: {output}, to be opened in Perfetto")
     return Code.FINE if len(good) == len(files) else Code.WRONG
+
+
+def narrow(summary: Summary) -> Iterator[str]:
+    """The summary for a terminal that its table does not fit: a few lines for each worker."""
+    told = summary.to_dict()
+    steps, length = max(1, told["steps"]), told["length"] or 1.0
+
+    def line(title: str, time: float) -> str:
+        return f"  {duration(time / steps / 1e6):>7} {time / length:>4.0%}  {title}"
+
+    yield f"{duration(told['length'] / steps / 1e6)} a step"
+    for name, worker in told["workers"].items():
+        yield f"{name}, {size(worker['bytes_out'])} in {worker['messages_out']} messages"
+        for state, title in TITLES.items():
+            yield line(title, worker[state])
+    yield "critical path"
+    for link in told["critical_path"][:5]:
+        yield line(f"{link['worker']}: {link['name']}", link["time"])
+    for name, why in told["missing"].items():
+        yield f"{name} is missing: {why}"
