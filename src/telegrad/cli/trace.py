@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.text import Text
-
 from ..errors import TelegradError
 from ..profiler import Summary, load, merge
 from ..profiler.summary import TITLES
@@ -51,7 +49,7 @@ def run_trace(files: list[Path], output: Path | None, *, as_json: bool) -> int:
             print(summary)
         elif target.width < max(map(len, str(summary).splitlines())):
             for line in narrow(summary):
-                target.print(Text(line, overflow="ellipsis", no_wrap=True))
+                target.print(line, markup=False, no_wrap=True, overflow="ellipsis")
         else:
             target.print(summary)
         if output is not None:
