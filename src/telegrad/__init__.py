@@ -41,16 +41,22 @@ _HOMES = {
     "Worker": "worker",
     "WorkerInfo": "messages",
 }
-_MODULES = ("autograd", "errors", "nn", "optim", "profiler", "rpc")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    """Of a name that was not used yet: one of the above, or a module of the package."""
+    if name in _HOMES:
+        value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        return value
+    missing = AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.startswith("_"):
+        raise missing
+    try:
         return import_module(f".{name}", __name__)
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    return value
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.{name}":
+            raise
+        raise missing from None
 
 
 def __dir__() -> list[str]:

@@ -88,7 +88,7 @@ class Observer:
     def __init__(self, address: str, *, timeout: float = 5.0) -> None:
         self._timeout = timeout
         self._group = within(timeout, lambda: _find_group(address, timeout))
-        options = Options(connect_timeout=timeout, rpc_timeout=timeout, init_timeout=timeout)
+        options = Options(connect_timeout=timeout, rpc_timeout=timeout, init_timeout=timeout, spin=0)
         self._worker = Worker.start("observer", self._group, options)
 
     def look(self, *, sample: float = 0.0) -> Look:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+import telegrad
+
 PROGRAM = """
 import torch
 torch.autograd.backward = torch.autograd.grad = None
@@ -22,3 +26,11 @@ def test_importing_runs_no_backward_and_imports_nothing_of_the_command_line() ->
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="module 'telegrad' has no attribute 'nothing'"):
+        _ = telegrad.nothing
+    assert not hasattr(telegrad, "__wrapped__")
+    assert telegrad.optim.DistributedOptimizer.__module__ == "telegrad.optim"
+    assert set(telegrad.__all__) <= set(dir(telegrad))
