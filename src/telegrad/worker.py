@@ -538,7 +538,7 @@ class Worker:
         return [WorkerInfo(m.name, m.id) for m in self.group.members()]
 
     def statistics(self) -> Statistics:
-        """A snapshot. Never blocks for long. What observers do to it is not the group's, and left out."""
+        """A snapshot. Never blocks for long. Connections with observers are left out: they are not the group's."""
         with_peers = [c for c in self._peers.connections() if not c.peer.is_observer]
         connections = {f"{c.peer.name}#{n}": c.statistics() for n, c in enumerate(with_peers)}
         return Statistics(

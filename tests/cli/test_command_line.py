@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from telegrad import demo
 from telegrad.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,14 @@ def test_wrong_usage_has_no_traceback(arguments):
     assert result.exit_code == 2
     assert "Traceback" not in result.output
     assert "Try 'telegrad" in result.output or "Usage" in result.output
+
+
+def test_the_demo_gets_its_options(monkeypatch):
+    seen: list[dict] = []
+    monkeypatch.setattr(demo, "main", lambda **options: seen.append(options) or 7)
+    result = CliRunner().invoke(app, ["demo", "--steps", "5", "--out", "here", "--seed", "3", "--open"])
+    assert result.exit_code == 7
+    assert seen == [{"steps": 5, "seconds": 60.0, "out": "here", "seed": 3, "open_report": True}]
 
 
 # What importing the package, or asking for help, must not import. Each takes seconds or is for few.

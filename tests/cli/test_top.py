@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,6 +115,13 @@ def test_the_least_important_columns_go_first():
     assert widths[40] == ["worker", "calls/s", "in/s", "out/s"]
     assert {"served in", "passes", "contexts", "pool"} < set(widths[100])
     assert widths[200] == [column.title for column in COLUMNS]
+
+
+def test_a_long_name_leaves_room_for_the_rest():
+    long = replace(BUSY, name="parameter-server-of-the-second-stage")
+    (_, names), *rest = fitting([long], 40)
+    assert names == ["parameter-se…"]
+    assert [column.title for column, _ in rest] == ["calls/s", "in/s"]
 
 
 def test_a_plain_table_where_there_is_no_terminal():

@@ -116,8 +116,9 @@ _GAP = 2  # between columns: one blank of padding, and one that the box has
 
 
 def fitting(rows: list[Row], width: int) -> list[tuple[Column, list[str]]]:
-    """The columns that there is room for, with their cells. The first always is."""
+    """The columns that there is room for, with their cells. The first always is, with names cut to a third."""
     chosen = [(column, [column.cell(row) for row in rows]) for column in COLUMNS]
+    chosen[0] = COLUMNS[0], [_cut(name, max(10, width // 3)) for name in chosen[0][1]]
 
     def total() -> int:
         return sum(max(map(len, (c.title, *cells))) + _GAP for c, cells in chosen) - _GAP
@@ -125,6 +126,10 @@ def fitting(rows: list[Row], width: int) -> list[tuple[Column, list[str]]]:
     while len(chosen) > 1 and total() > width:
         chosen.remove(max(chosen, key=lambda pair: pair[0].rank))
     return chosen
+
+
+def _cut(name: str, length: int) -> str:
+    return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
 def table(rows: list[Row], width: int) -> Table:
