@@ -121,7 +121,7 @@ def test_a_long_name_leaves_room_for_the_rest():
     long = replace(BUSY, name="parameter-server-of-the-second-stage")
     (_, names), *rest = fitting([long], 40)
     assert names == ["parameter-se…"]
-    assert [column.title for column, _ in rest] == ["calls/s", "in/s"]
+    assert [column.title for column, _ in rest] == ["calls/s", "in/s", "out/s"]
 
 
 def test_a_plain_table_where_there_is_no_terminal():
