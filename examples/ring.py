@@ -17,11 +17,11 @@ import sys
 import time
 
 import torch
-from compare import compare
 from rich.console import Console
 
 import telegrad
 from telegrad import rpc
+from telegrad.cli.comparison import FIGURES, LARGE, compare
 
 LAPS = 200
 
@@ -84,7 +84,7 @@ def main() -> None:
         took = time.perf_counter() - began
         console.print(f"start-up    {took:.2f} s for {len(ring)} workers over {options.transport}")
         run_ring(console, ring)
-        compare(console, ring[0], with_torch=not options.no_torch)
+        compare(console, ring[0], (*FIGURES, LARGE), with_torch=not options.no_torch)
     console.print("To try next:")
     console.print("  examples/ring.py 24 --transport tcp   a larger ring, over sockets alone")
     console.print("  README.md                             a program of 15 lines to start from")

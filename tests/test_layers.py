@@ -15,7 +15,11 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "telegrad"
 # Top first. A module imports only from lines below its own: not from above, not from beside.
 LAYERS = """
     __main__ compat.__main__
-    cli compat.replacing
+    cli.app compat.replacing
+    cli.launcher cli.top cli.doctor cli.trace cli.bench
+    cli.ranks cli.views cli.selftest cli.comparison
+    cli.keeper cli.checks cli.output
+    cli.figures
     demo.__main__
     demo.story
     demo.interrupts demo.report
@@ -37,7 +41,7 @@ LAYERS = """
     local_optimizer local_module
     cluster
     forkserver
-    rpc autograd
+    rpc autograd observing
     rref graph
     worker functions graph_drawing
     graph_folding graph_words

@@ -3,17 +3,21 @@
 A program calls functions on other workers as if they were local, and gradients find their way back. `telegrad.rpc`
 and `telegrad.autograd` have the names of torch.distributed.rpc and torch.distributed.autograd;
 `telegrad.LocalCluster` starts workers on this machine.
+
+What is named here is imported when it is first used: importing torch takes seconds, and the launcher and every
+`--help` of the command line do without it.
 """
 
-import importlib
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from . import autograd, errors, rpc
-from .cluster import LocalCluster
-from .config import Options
-from .forkserver import ForkServer
-from .messages import WorkerInfo
-from .worker import Statistics, Worker
+if TYPE_CHECKING:
+    from . import autograd, errors, rpc
+    from .cluster import LocalCluster
+    from .config import Options
+    from .forkserver import ForkServer
+    from .messages import WorkerInfo
+    from .worker import Statistics, Worker
 
 __version__ = "0.1.0"
 
@@ -29,9 +33,31 @@ __all__ = [
     "rpc",
 ]
 
+_HOMES = {
+    "ForkServer": "forkserver",
+    "LocalCluster": "cluster",
+    "Options": "config",
+    "Statistics": "worker",
+    "Worker": "worker",
+    "WorkerInfo": "messages",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """`telegrad.profiler` is imported when it is first used."""
-    if name == "profiler":
-        return importlib.import_module(".profiler", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Of a name that was not used yet: one of the above, or a module of the package."""
+    if name in _HOMES:
+        value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        return value
+    missing = AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.startswith("_"):
+        raise missing
+    try:
+        return import_module(f".{name}", __name__)
+    except ModuleNotFoundError as error:
+        if error.name != f"{__name__}.{name}":
+            raise
+        raise missing from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -87,6 +87,7 @@ class LocalCluster:
         self._start_timeout = start_timeout
         self._undo = contextlib.ExitStack()
         self._pids: dict[str, int] = {}
+        self._address = ""
         self._worker: Worker | None = None
         self._in_process: list[Worker] = []
 
@@ -101,6 +102,11 @@ class LocalCluster:
     def pids(self) -> dict[str, int]:
         """The process of each worker (none with transport="inproc")."""
         return dict(self._pids)
+
+    @property
+    def address(self) -> str:
+        """Where the group meets, for `telegrad top` (nowhere with transport="inproc")."""
+        return self._address
 
     def call(self, to: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a function on a worker and returns its result."""
@@ -131,6 +137,7 @@ class LocalCluster:
             self._worker = None
             self._in_process.clear()
             self._pids.clear()
+            self._address = ""
 
     def _make_current(self, undo: contextlib.ExitStack) -> None:
         token = current.worker_var.set(self._worker)
@@ -159,6 +166,7 @@ class LocalCluster:
         deadline = time.monotonic() + self._start_timeout
         server = self._given_server or undo.enter_context(ForkServer())
         store = serve_store("127.0.0.1", 0, self._start_timeout)
+        self._address = f"127.0.0.1:{store.port}"
         group = Group(store, None, self._start_timeout)
         self._worker = Worker.start(self._driver, group, self._options)
         undo.callback(self._worker.close, graceful=False)

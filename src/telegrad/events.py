@@ -14,6 +14,7 @@ Each stage of a message's way is reported here. With no subscriber the cost is o
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -41,13 +42,16 @@ class Events:
     def __init__(self) -> None:
         # Replaced as a whole, never changed in place: it is read with no lock.
         self.subscribers: tuple[Callable[[Event], None], ...] = ()
+        self._changing = threading.Lock()  # guards the replacing
 
     def subscribe(self, subscriber: Callable[[Event], None]) -> Callable[[], None]:
         """Calls `subscriber` with each event, on the thread where it happens. Returns what ends it."""
-        self.subscribers = (*self.subscribers, subscriber)
+        with self._changing:
+            self.subscribers = (*self.subscribers, subscriber)
 
         def unsubscribe() -> None:
-            self.subscribers = tuple(s for s in self.subscribers if s is not subscriber)
+            with self._changing:
+                self.subscribers = tuple(s for s in self.subscribers if s is not subscriber)
 
         return unsubscribe
 

@@ -68,7 +68,10 @@ class ForkServer:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self._socket = ours
-        code = "import sys; from telegrad.forkserver import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+        code = (
+            "import sys, telegrad.autograd, telegrad.cluster, telegrad.rpc\n"  # torch with them, which is the point
+            "from telegrad.forkserver import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+        )
         path = os.pathsep.join(p for p in sys.path if p)
         with theirs:
             self._process = subprocess.Popen(
@@ -163,10 +166,7 @@ class ForkServer:
 
 
 def serve(fd: int, owner: int) -> None:
-    """The server's whole life: forks on request, reports who has ended, ends with its owner.
-
-    Importing this module has imported the whole package and torch, which is the point of this process.
-    """
+    """The server's whole life: forks on request, reports who has ended, ends with its owner."""
     owner_fd = os.pidfd_open(owner)
     if os.getppid() != owner:
         return

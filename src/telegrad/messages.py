@@ -16,6 +16,9 @@ WIRE_VERSION = 1
 WORKER_BITS = 15  # ids are worker_id << 48 | counter, and fit a signed 64-bit integer
 COUNTER_BITS = 48
 MAX_WORKER_ID = (1 << WORKER_BITS) - 1
+# No worker has a negative id.
+PROBE_ID = -1
+MIN_OBSERVER_ID = -1 << WORKER_BITS  # from here to -2
 
 
 class Kind(IntEnum):
@@ -229,6 +232,16 @@ class Hello(msgspec.Struct, frozen=True):
     pid: int = 0
     main: str = ""  # which script runs as __main__; functions of the same script go by reference
     to: int = -1  # the worker that the connecting side wants to reach
+
+    @property
+    def is_probe(self) -> bool:
+        """Somebody only wants to know whether a worker lives."""
+        return self.id == PROBE_ID
+
+    @property
+    def is_observer(self) -> bool:
+        """Somebody looks at the group (observing.py), and is not of it."""
+        return self.id < PROBE_ID
 
 
 class Member(msgspec.Struct, frozen=True):

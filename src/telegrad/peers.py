@@ -11,7 +11,7 @@ import msgspec
 from .config import Options
 from .errors import ConnectError, PeerLostError, UnknownWorkerError, VersionError
 from .events import logger
-from .messages import Hello, Member, WorkerInfo
+from .messages import PROBE_ID, Hello, Member, WorkerInfo
 from .pending import Window
 from .rendezvous import Group
 from .transport.base import Connection, Listener, Transport
@@ -80,7 +80,7 @@ class Peers:
 
     def _adopt(self, connection: Connection) -> None:
         """Takes over a connection, made or accepted."""
-        if connection.peer.id < 0:  # somebody only wanted to know whether this worker lives
+        if connection.peer.is_probe:
             connection.dispose()
             return
         self._names[connection.peer.id] = connection.peer.name
@@ -213,7 +213,7 @@ class Peers:
 
     def is_alive(self, member: Member) -> bool:
         """Whether a worker answers at its addresses."""
-        probe = Hello(self._hello.group, -1, self._hello.name)
+        probe = Hello(self._hello.group, PROBE_ID, self._hello.name)
         try:
             self._connect(member, probe, self._options.connect_timeout).dispose()
         except VersionError:

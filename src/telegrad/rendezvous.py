@@ -92,7 +92,7 @@ def _open_env(rank: int, world_size: int | None, timeout: float) -> tuple[Any, i
     # torchrun's own agent serves the store for its workers.
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = PrefixStore(
-            f"telegrad/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", _connect_store(host, port, timeout)
+            f"telegrad/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", connect_store(host, port, timeout)
         )
         return store, rank, world_size
     return _open_tcp(host, port, rank, timeout), rank, world_size
@@ -101,7 +101,7 @@ def _open_env(rank: int, world_size: int | None, timeout: float) -> tuple[Any, i
 def _open_tcp(host: str, port: int, rank: int, timeout: float) -> Any:
     """Rank 0 serves the store. Without a rank, whoever comes first at the address does."""
     if rank > 0:
-        return _connect_store(host, port, timeout)
+        return connect_store(host, port, timeout)
     try:
         return serve_store(host, port, timeout)
     except (RuntimeError, ValueError, OSError) as error:
@@ -110,7 +110,7 @@ def _open_tcp(host: str, port: int, rank: int, timeout: float) -> Any:
                 f"rank 0 cannot serve the store at {host}:{port}: {_first_line(error)}; "
                 "is the port in use by another program, or the host not this machine?"
             ) from error
-    return _connect_store(host, port, timeout)
+    return connect_store(host, port, timeout)
 
 
 def serve_store(host: str, port: int, timeout: float) -> Any:
@@ -129,7 +129,7 @@ def serve_store(host: str, port: int, timeout: float) -> Any:
     return store
 
 
-def _connect_store(host: str, port: int, timeout: float) -> Any:
+def connect_store(host: str, port: int, timeout: float) -> Any:
     # TCPStore retries on its own, but gives up silently late and prints; so look first whether anybody is there.
     deadline = time.monotonic() + timeout
     while True:
@@ -172,14 +172,18 @@ class Group:
         self.world_size = world_size
         self._timeout = timeout
         self._lock = threading.Lock()  # one request at a time: stores are not all safe with threads
-        mine = uuid.uuid4().hex
-        self.name = self._compare_set("group", "", mine)
-        size = "no fixed size" if world_size is None else f"{world_size} workers"
+        self.name = self._agree()
+
+    def _agree(self) -> str:
+        """The group's name, and that all mean a group of the same size. Whoever comes first says so."""
+        name = self._compare_set("group", "", uuid.uuid4().hex)
+        size = "no fixed size" if self.world_size is None else f"{self.world_size} workers"
         if (agreed := self._compare_set("size", "", size)) != size:
             raise RendezvousError(
                 "RPC group mixes statically and dynamically initialized members which is not supported. Or it mixes "
                 f"sizes: it has {agreed}, and this worker is to join a group of {size}; give all the same world_size"
             )
+        return name
 
     def _ask(self, request: Callable[[], Any]) -> Any:
         try:

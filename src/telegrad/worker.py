@@ -289,6 +289,8 @@ class Worker:
             for call in self._pending.take_all(connection):
                 gone = f"worker {call.peer!r} is gone, with the call of {call.function} unanswered: {reason}"
                 self._dispatch.fail(call, partial(PeerLostError, gone))
+            if connection.peer.is_observer:
+                return  # it had no part in anything
             self.engine.on_lost(connection.peer.id, connection.peer.name, reason)
             self.references.on_lost(connection.peer.id, connection.peer.name)
             self.recorder.on_lost(connection.peer.id)
@@ -575,8 +577,9 @@ class Worker:
         return [WorkerInfo(m.name, m.id) for m in self.group.members()]
 
     def statistics(self) -> Statistics:
-        """A snapshot. Never blocks for long."""
-        connections = {f"{c.peer.name}#{n}": c.statistics() for n, c in enumerate(self._peers.connections())}
+        """A snapshot. Never blocks for long. Connections with observers are left out: they are not the group's."""
+        with_peers = [c for c in self._peers.connections() if not c.peer.is_observer]
+        connections = {f"{c.peer.name}#{n}": c.statistics() for n, c in enumerate(with_peers)}
         return Statistics(
             self.name,
             self.id,

@@ -216,7 +216,7 @@ class UnixTransport(Transport):
             return UnixConnection(sock, peer, self._poller, self._options)
 
         try:
-            sock, path_fd = _bind_unseen()
+            sock, path_fd = bind_unseen()
         except OSError as error:
             raise AddressError(f"cannot listen on a unix socket: {error}") from error
         address = f"unix:///proc/{os.getpid()}/fd/{path_fd}"
@@ -253,7 +253,7 @@ class _UnixListener(StreamListener):
         os.close(self._path_fd)
 
 
-def _bind_unseen() -> tuple[socket.socket, int]:
+def bind_unseen() -> tuple[socket.socket, int]:
     """A listening socket with no name in the file system, and a descriptor of its place."""
     with ExitStack() as undo:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

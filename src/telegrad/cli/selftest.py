@@ -1,0 +1,77 @@
+"""The test of `telegrad doctor`: two workers, a call, and a backward pass through both that must equal autograd's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from .. import autograd, rpc
+from ..cluster import LocalCluster
+from ..errors import TelegradError
+from .checks import OK, SLOW, WRONG, Finding
+from .figures import duration
+
+_TOPIC = "self-test"
+
+
+def self_test() -> Iterator[Finding]:
+    began = time.perf_counter()
+    try:
+        with LocalCluster(["first", "second"], start_timeout=60.0) as cluster:
+            yield Finding(_TOPIC, OK, f"two workers started in {time.perf_counter() - began:.1f} s")
+            yield from _calls(cluster)
+            yield from _gradients()
+    except (TelegradError, OSError) as error:
+        yield Finding(
+            _TOPIC, WRONG, f"{type(error).__name__}: {error}", "docs/errors.md says what this error means"
+        )
+
+
+def _calls(cluster: LocalCluster) -> Iterator[Finding]:
+    small, large = torch.arange(16.0), torch.arange(1 << 18, dtype=torch.float32)
+    for tensor in (small, large):
+        if not torch.equal(cluster.call("first", torch.add, tensor, 1), tensor + 1):
+            yield Finding(
+                _TOPIC, WRONG, "a call gave a wrong result", "please report this, with telegrad doctor --json"
+            )
+            return
+    times = []
+    for _ in range(200):
+        began = time.perf_counter()
+        cluster.call("first", torch.add, small, 1)
+        times.append(time.perf_counter() - began)
+    used = {c.transport: c for c in cluster.worker.statistics().connections.values()}
+    told = f"a call takes {duration(sorted(times)[len(times) // 2])}, over {', '.join(used)}"
+    if "unix" not in used:
+        yield Finding(_TOPIC, SLOW, told, "workers of one machine should meet over unix sockets; see above")
+    elif not any(c.shared_bytes for c in used.values()):
+        yield Finding(_TOPIC, SLOW, f"{told}, with no shared memory for 1 MiB", "see memfd above")
+    else:
+        yield Finding(_TOPIC, OK, f"{told} and shared memory")
+
+
+def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Runs on a worker."""
+    return (x @ weight).tanh()
+
+
+def _gradients() -> Iterator[Finding]:
+    random = torch.Generator().manual_seed(0)
+    x, first, second = (torch.randn(8, 8, generator=random, dtype=torch.float64) for _ in range(3))
+    weights = [first.requires_grad_(), second.requires_grad_()]
+    with autograd.context() as context_id:
+        hidden = rpc.rpc_sync("first", layer, (x, weights[0]))
+        autograd.backward(context_id, [rpc.rpc_sync("second", layer, (hidden, weights[1])).sum()])
+        distributed = autograd.get_gradients(context_id)
+    local = torch.autograd.grad(layer(layer(x, weights[0]), weights[1]).sum(), weights)
+    differences = [
+        float((distributed[w] - g).abs().max()) if w in distributed else float("inf")
+        for w, g in zip(weights, local, strict=True)
+    ]
+    told = f"gradients through both differ from local autograd's by {max(differences):.1g} at most"
+    if max(differences) > 1e-12:
+        yield Finding(_TOPIC, WRONG, told, "please report this, with telegrad doctor --json")
+    else:
+        yield Finding(_TOPIC, OK, told)
