@@ -47,11 +47,13 @@ LAYERS = """
     graph_folding graph_words
     mail recording
     dispatch peers reading shutdown gradients.engine
+    gradients.rooted
+    gradients.parts
     references asking
     duty threads
     futures
     pending rendezvous
-    gradients.attach gradients.local_pass gradients.planning gradients.snapshot
+    gradients.host gradients.attach gradients.local_pass gradients.planning gradients.snapshot
     gradients.contexts gradients.backward_pass
     gradients.local_graph gradients.leaves gradients.log gradients.awaited
     gradients.nodes

@@ -141,10 +141,10 @@ def part_here(
     contexts; `with_passes`: with the roots of passes that were begun here and run."""
     worker = current_worker()
     context = worker.contexts.find(context_id)
-    running = worker.engine.roots_of(context_id) if with_passes else []
+    running = worker.engine.parts.roots_of(context_id) if with_passes else []
     others = [other for other in worker.contexts.all() if other is not context] if also else []
     part = take(worker.id, context, others, also, [*roots, *running])
-    part.passes = tuple(worker.engine.states_of(context_id))
+    part.passes = tuple(worker.engine.parts.states_of(context_id))
     return part if context is not None or part.nodes else None
 
 

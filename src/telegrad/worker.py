@@ -131,7 +131,7 @@ class Worker:
             transports.append(TcpTransport(self._poller, options))
         self._peers = Peers(hello, member.host, group, transports, options, self._reader.adopt)
         mail = Mail(self, self._codec, self._peers, self._reader, self._threads)
-        self.engine.host = mail
+        self.engine.connect(mail)
         self.references.start(mail)
         self._codec.handle = lambda id, owner: (self, self.references.take(id, owner))
         self._self_ends = loopback(hello, self._threads.submit, options)

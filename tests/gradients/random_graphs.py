@@ -138,7 +138,7 @@ class Party:
 
     def _subscriber(self, number: int) -> Callable[[Event], None]:
         def see(event: Event) -> None:
-            if event.phase != "started":
+            if event.phase != "started" or event.stage not in ("send", "receive"):
                 return
             if event.kind == "gradients":
                 peer = self.names.index(event.peer)

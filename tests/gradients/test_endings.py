@@ -38,7 +38,7 @@ from torch.distributed import HashStore
 import telegrad
 from telegrad import autograd, current, errors, rpc
 from telegrad.events import Event
-from telegrad.gradients import engine, leaves
+from telegrad.gradients import leaves, rooted
 from telegrad.gradients.backward_pass import Finish
 from telegrad.messages import Envelope, Kind, Member
 from telegrad.rendezvous import Group
@@ -105,7 +105,7 @@ def test_a_pass_whose_time_is_over_as_the_last_report_comes(workers, monkeypatch
     """A reading thread has noted the last report, but the root has not heard of it yet when its time is over. Either
     the pass fails, or its gradients count."""
     reported, over = threading.Event(), threading.Event()
-    on = engine._Root.on
+    on = rooted.RootedPass.on
 
     def slowly(self: object, event: object) -> list:
         instructions = on(self, event)
@@ -114,7 +114,7 @@ def test_a_pass_whose_time_is_over_as_the_last_report_comes(workers, monkeypatch
             assert over.wait(PATIENCE)
         return instructions
 
-    monkeypatch.setattr(engine._Root, "on", slowly)
+    monkeypatch.setattr(rooted.RootedPass, "on", slowly)
     with autograd.context() as context_id:
         leaf = torch.ones(3, requires_grad=True)
         loss = (rpc.rpc_sync("b", in_a_moment, args=(torch.ones(3),)) * leaf).sum()
@@ -457,7 +457,7 @@ def test_whatever_a_task_raises_its_connection_is_read_again(caplog):
 def test_ctrl_c_as_all_have_reported(workers, monkeypatch):
     """The root was about to tell the others that the pass is done."""
     driver = workers["driver"]
-    wait = driver.engine._wait
+    wait = driver.engine.parts.wait
 
     def wait_and_press(*args: object) -> None:
         wait(*args)
@@ -466,7 +466,7 @@ def test_ctrl_c_as_all_have_reported(workers, monkeypatch):
 
     with autograd.context() as context_id:
         loss = forward()
-        monkeypatch.setattr(driver.engine, "_wait", wait_and_press)
+        monkeypatch.setattr(driver.engine.parts, "wait", wait_and_press)
         with pytest.raises(KeyboardInterrupt):
             autograd.backward(context_id, [loss], timeout=PATIENCE)
         with soon(3.0):

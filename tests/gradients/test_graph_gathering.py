@@ -371,8 +371,8 @@ def test_a_pass_that_is_stuck_shows_what_is_awaited_and_goes_on(workers):
         loss = forward(Fault("last", action=wait_at_gate))
         running = InThread(autograd.backward, context_id, [loss], timeout=20)
         wait_for_arrival("last")
-        driver = workers["driver"].engine
-        programs.wait_until(lambda: all(s.awaited for s in driver.states_of(context_id)), "the driver waits")
+        parts = workers["driver"].engine.parts
+        programs.wait_until(lambda: all(s.awaited for s in parts.states_of(context_id)), "the driver waits")
         graph = autograd.graph(context_id)
         assert awaited(graph) == [("b", "c"), ("driver", "b")]
         assert [root.worker for root in graph.roots] == ["driver"]  # of the pass that runs

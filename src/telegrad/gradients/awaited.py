@@ -40,7 +40,7 @@ class PartState:
 
 def state_here(context_id: int, pass_id: int) -> PartState | None:
     """What this worker knows of a pass. Called by the pass's root."""
-    return current.current_worker().engine.state_of(context_id, pass_id)
+    return current.current_worker().engine.parts.state_of(context_id, pass_id)
 
 
 def holding_up(state: PartState, lost: Collection[int]) -> list[Awaited]:

@@ -1,0 +1,56 @@
+"""What gradients need of their worker: messages out and in, waiting, and the names of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from ..errors import TelegradError
+from ..events import Events, logger
+from ..messages import End, Envelope, Failure, Kind, Release
+from ..waiter import Waiter
+from .contexts import Context
+
+Task = Callable[[], None]
+
+
+class Host(Protocol):
+    """What is needed. It is there before the first message comes."""
+
+    def post(
+        self, to: int, envelope: Envelope, body: Any, timeout: float | None, context: Context | None
+    ) -> None:
+        """Sends a message to the worker of that id. Raises PeerLostError."""
+
+    def wait(self, waiter: Waiter, peer: int, deadline: float | None, watch: Any) -> None:
+        """Waits for something that most likely comes from that worker."""
+
+    def watch(self, peer: int) -> Any:
+        """Has this thread read what that worker sends while it works on a pass; `end()` ends it. May be None."""
+
+    events: Events
+
+    def ask(
+        self, workers: Iterable[int], function: Callable[..., Any], args: Sequence[Any], seconds: float
+    ) -> tuple[dict[int, Any], dict[int, Exception]]:
+        """Calls a function on each of them: (answers, errors). Takes `seconds` at most."""
+
+    def submit(self, task: Task) -> None: ...
+    def new_message_id(self) -> int: ...
+    def name_of(self, worker_id: int) -> str: ...
+    def encode_error(self, error: BaseException, to: int) -> Failure: ...
+    def decode_error(self, failure: Failure, worker: str) -> BaseException: ...
+    def decode(self, envelope: Envelope, frames: Any) -> Any: ...
+    def open_control(self, envelope: Envelope, frames: Any) -> Any: ...
+
+
+def tell(host: Host, worker: int, kind: Kind, body: End | Release, timeout: float | None = 1.0) -> None:
+    """Says something that nobody answers. Whoever is gone needs not hear it; who does not take it now hears it
+    later."""
+    try:
+        host.post(worker, Envelope(kind, host.new_message_id()), body, timeout, None)
+    except TimeoutError:
+        host.submit(partial(tell, host, worker, kind, body, None))
+    except TelegradError as error:
+        logger.debug("worker %d was not told %s: %s", worker, body, error)
