@@ -42,9 +42,10 @@ LAYERS = """
     cluster
     forkserver
     rpc autograd observing
-    rref graph
-    worker functions graph_drawing
-    graph_folding graph_words
+    rref graph.gathering
+    worker functions graph.graph
+    graph.drawing
+    graph.folding graph.words
     mail recording
     dispatch peers reading shutdown gradients.engine
     gradients.rooted

@@ -21,7 +21,8 @@ from . import current, profiled_calls
 from .current import current_worker
 from .errors import GradientError
 from .gradients.contexts import Context
-from .graph import Graph, gather
+from .graph.gathering import gather
+from .graph.graph import Graph
 from .messages import COUNTER_BITS
 from .pending import effective_timeout
 

@@ -282,7 +282,7 @@ def test_what_is_active_is_what_a_pass_sends_gradients_for(workers):
 def test_random_graphs_reach_what_is_planned_for_them(monkeypatch):
     """Which Sends the gathered graph leads to, with no look at the log, is what a pass plans by the log alone."""
     backward, seen = autograd.backward, []
-    monkeypatch.setattr(telegrad.graph, "_logged", lambda worker, own: set())
+    monkeypatch.setattr(telegrad.graph.gathering, "_logged", lambda worker, own: set())
 
     def look_first(context_id, roots, *args, **kwargs):
         worker = current.current_worker()

@@ -32,7 +32,7 @@ from telegrad.graph import (
     Send,
     WorkerPart,
 )
-from telegrad.graph_folding import DETAILS, Picture, fold
+from telegrad.graph.folding import DETAILS, Picture, fold
 from telegrad.messages import COUNTER_BITS
 
 needs_dot = pytest.mark.skipif(

@@ -1,7 +1,6 @@
-"""The distributed graph of a context: gathered from all workers that have a part of it, and shown.
+"""Gathers the distributed graph of a context from all workers that have a part of it.
 
-    gather(worker, context_id, roots)  -> asks the workers that the context knows, and those that they know
-    Graph                              what was found, to inspect; graph_drawing.py and graph_words.py show it
+    gather(worker, context_id, roots)  -> Graph: asks the workers that the context knows, and those that they know
 
 Only plain data travels (gradients/snapshot.py). A worker that is gone or does not answer is shown as such, and what
 its peers know of it is there.
@@ -11,127 +10,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from os import PathLike
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from . import graph_drawing, graph_words
-from .asking import ask
-from .current import current_worker
-from .errors import CallTimeoutError, PeerLostError, UnknownWorkerError, text_of
-from .gradients.awaited import Awaited, PartState, holding_up
-from .gradients.snapshot import Edge, Leaf, Node, Operation, Part, Recv, Root, Send, take
-from .worker import Worker
-
-__all__ = [
-    "Awaited",
-    "Edge",
-    "Graph",
-    "Leaf",
-    "Node",
-    "Operation",
-    "PartState",
-    "Recv",
-    "Root",
-    "Send",
-    "WorkerPart",
-]
-
-
-@dataclass(frozen=True)
-class WorkerPart:
-    """A worker that knows the context."""
-
-    name: str
-    id: int
-    status: str  # "here", "gone", "no answer" or "no part" (it answers, but has nothing of this context)
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Graph:
-    """The graph of a context, as it was when it was gathered. It holds plain data only, and keeps nothing alive.
-
-    In a notebook it shows itself.
-    """
-
-    context_id: int
-    workers: tuple[WorkerPart, ...]  # the one that asked is the first, then those that it knows, and so on
-    nodes: tuple[Node, ...]
-    edges: tuple[Edge, ...]  # within workers; and from each Send to its Recv
-    passes: tuple[PartState, ...]  # how far those are that run, or that have failed, on each worker
-
-    @property
-    def sends(self) -> tuple[Send, ...]:
-        """The sender's ends of all tensors that were sent and require grad."""
-        return tuple(node for node in self.nodes if isinstance(node, Send))
-
-    @property
-    def recvs(self) -> tuple[Recv, ...]:
-        """The receiver's ends of them."""
-        return tuple(node for node in self.nodes if isinstance(node, Recv))
-
-    @property
-    def leaves(self) -> tuple[Leaf, ...]:
-        """The tensors that gradients are gathered for."""
-        return tuple(node for node in self.nodes if isinstance(node, Leaf))
-
-    @property
-    def roots(self) -> tuple[Root, ...]:
-        """The given roots, and those of passes that run."""
-        return tuple(node for node in self.nodes if isinstance(node, Root))
-
-    @property
-    def unused(self) -> tuple[Send, ...]:
-        """The Sends that get no gradient from the roots."""
-        return tuple(send for send in self.sends if send.active is False)
-
-    @property
-    def awaited(self) -> tuple[Send, ...]:
-        """The Sends that hold a pass up, or held it up when it failed; `peer` is who has not sent the gradient."""
-        return tuple(send for send in self.sends if send.awaited)
-
-    def dot(self, *, detail: str = "auto") -> str:
-        """The picture in graphviz's language.
-
-        Args:
-            detail: "nodes": each node by itself; "chains": nodes in a row are one; "blocks": all that is between
-                the same messages is one; "groups": blocks that are alike are one; "workers": each worker is one.
-                "auto" takes the first from "chains" on that is small enough to be read.
-        """
-        return graph_drawing.dot(self, detail)
-
-    def svg(self, *, detail: str = "auto") -> str:
-        """The picture as SVG.
-
-        Raises:
-            DrawingError: there is no graphviz program here.
-        """
-        return graph_drawing.svg(self, detail)
-
-    def save(self, path: str | PathLike[str], *, detail: str = "auto") -> None:
-        """Writes the picture to a file: .dot, .svg, .png or .html, by its name. A page is written in any case; without
-        graphviz it has an outline in place of the picture.
-
-        Raises:
-            DrawingError: it is to be an .svg or a .png, and there is no graphviz program here.
-            ValueError: another ending.
-        """
-        graph_drawing.save(self, path, detail)
-
-    def _repr_html_(self) -> str:
-        return graph_drawing.html(self)
-
-    def __str__(self) -> str:
-        return graph_words.outline(self)
-
-    def __repr__(self) -> str:
-        return (
-            f"<Graph of context {self.context_id}: {len(self.workers)} workers, {len(self.nodes)} nodes, "
-            f"{len(self.sends)} sent tensors>"
-        )
+from ..asking import ask
+from ..current import current_worker
+from ..errors import CallTimeoutError, PeerLostError, UnknownWorkerError, text_of
+from ..gradients.awaited import holding_up
+from ..gradients.snapshot import Edge, Node, Part, Recv, Root, Send, take
+from ..worker import Worker
+from .graph import Graph, WorkerPart
 
 
 def part_here(

@@ -1,7 +1,7 @@
 """Pictures of a graph: in graphviz's language, as SVG or PNG, and as HTML.
 
-graph_folding.py says what is drawn as one, graphviz does the layout. Without its program there is the outline of
-graph_words.py.
+folding.py says what is drawn as one, graphviz does the layout. Without its program there is the outline of
+words.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import DrawingError
-from .gradients.snapshot import Leaf, Node, Operation, Recv, Root, Send
-from .graph_folding import Arrow, Item, Picture, fold
-from .graph_words import (
+from ..errors import DrawingError
+from ..gradients.snapshot import Leaf, Node, Operation, Recv, Root, Send
+from .folding import Arrow, Item, Picture, fold
+from .words import (
     bytes_of,
     counted,
     holds_up_others,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .gradients.snapshot import Leaf, Node, Operation, Recv, Root, Send
+from ..gradients.snapshot import Leaf, Node, Operation, Recv, Root, Send
 
 if TYPE_CHECKING:
     from .graph import Graph

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .gradients.snapshot import Leaf, Node, Operation, Root, Send
+from ..gradients.snapshot import Leaf, Node, Operation, Root, Send
 
 if TYPE_CHECKING:
     from .graph import Graph, WorkerPart
