@@ -70,7 +70,8 @@ def main() -> None:
     crossed: Counter[tuple[str, str]] = Counter()  # bytes, by direction and kind of message
 
     def on_message(event: Event) -> None:
-        crossed["clinic > lab" if event.stage == "send" else "clinic < lab", event.kind] += event.nbytes
+        if event.stage in ("send", "receive"):
+            crossed["clinic > lab" if event.stage == "send" else "clinic < lab", event.kind] += event.nbytes
 
     with telegrad.LocalCluster(["lab"], driver="clinic") as cluster:
         lab = rpc.remote("lab", Lab, args=(diagnoses,))  # only here: a real lab has them already

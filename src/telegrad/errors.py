@@ -35,6 +35,7 @@ A remote exception arrives as its own type where that type can be rebuilt; its `
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class TelegradError(RuntimeError):
@@ -97,8 +98,12 @@ class OptimizerError(TelegradError):
             f"{what} failed on {len(errors)} of {len(errors) + len(done)} owners of parameters: {told}. "
             f"It is done on: {list(done)}"
         )
+        self.what = what
         self.errors = dict(errors)
         self.done = tuple(done)
+
+    def __reduce__(self) -> Any:
+        return OptimizerError, (self.what, self.errors, self.done)
 
 
 class GradientError(TelegradError):
