@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +20,13 @@ import torch
 import telegrad
 
 TRANSPORTS = ("inproc", "unix", "tcp")
+
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # others run tests at the same time: what they leave behind is not ours
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")
+    os.chmod(tempfile.tempdir, 0o1777)  # as the usual one: some tests become another user
+    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 torch.set_num_threads(1)
 faulthandler.enable()

@@ -252,7 +252,7 @@ def test_functions(cluster, kind):
     "function",
     [torch.add, torch.Tensor.add, torch.ones(2).add, torch.ops.aten.add, torch.ops.aten.add.Tensor]
     + [torch.nn.functional.mse_loss, torch.nn.MSELoss(), torch.dot, torch.linalg.vecdot],
-    ids=str,
+    ids=range(9),
 )
 def test_functions_of_torch(cluster, function):
     args = (torch.arange(2.0), torch.ones(2))
