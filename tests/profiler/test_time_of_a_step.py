@@ -83,6 +83,22 @@ def test_the_path_goes_through_the_callee() -> None:
     ]
 
 
+def test_a_function_that_waits_in_between_keeps_its_name() -> None:
+    """What it does after its wait is its own, too."""
+    trace = one_call()
+    trace.events.append(slice_(A, "wait", "wait for g", 30, 40, 13))
+    links = [link for link in trace.summary().path if link.worker == "a"]
+    assert links == [
+        Link("a", "wait", "for a thread", 20, 22),
+        Link("a", "compute", "telegrad", 22, 25),
+        Link("a", "compute", "f", 25, 30),
+        Link("a", "wait", "wait for g", 30, 40),
+        Link("a", "compute", "f", 40, 50),
+        Link("a", "compute", "telegrad", 50, 53),
+        Link("a", "wire", "reply f to driver", 53, 58),
+    ]
+
+
 def test_steps_count_where_the_program_counts_them() -> None:
     trace = one_call()
     trace.events.append(slice_(DRIVER, "user_annotation", "ProfilerStep#3", 0, 40))

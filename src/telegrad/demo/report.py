@@ -222,7 +222,7 @@ def _path(summary: Summary) -> str:
 def _graph(graph: Graph) -> str:
     """The picture; where there is no graphviz, what it gives in its place."""
     return (
-        f"<p>What autograd remembers of one forward pass: {len(graph.nodes)} nodes on {len(graph.workers)} workers, "
+        f"<p>What autograd remembers of one forward pass, on {len(graph.workers)} workers, "
         f"joined by {len(graph.sends)} tensors that went from one to another. The backward pass goes the other way; "
         "the table on the server gets the sum of what comes from both stages.</p>"
         f'<div class="card canvas scroll"><div class="drawn painted">{graph._repr_html_()}</div></div>'

@@ -66,6 +66,10 @@ class _Graph:
         for thread, slices in self.threads.items():
             for slice_ in slices:
                 self._by_category[thread, slice_["cat"]].append(slice_)
+        self._runs_by_end = {thread: self._runs_of(thread) for thread in self.threads}
+
+    def _runs_of(self, thread: tuple[int, int]) -> list[ChromeEvent]:
+        return sorted(self._by_category.get((thread, "run"), []), key=_end)
 
     def enclosing(self, thread: tuple[int, int], at: float, category: str) -> ChromeEvent | None:
         """The innermost slice of that kind around a moment, or at the end of which it is."""
@@ -83,6 +87,12 @@ class _Graph:
         slices = self._by_category.get((thread, category), [])
         place = bisect_left(slices, at, key=_start) - 1
         return slices[place] if place >= 0 and slices[place]["ts"] >= floor else None
+
+    def last_run_ended(self, thread: tuple[int, int], start: float, end: float) -> float:
+        """When a function ended last in between; `start` if none did."""
+        runs = self._runs_by_end.get(thread, [])
+        place = bisect_left(runs, end, key=_end) - 1
+        return max(start, _end(runs[place])) if place >= 0 else start
 
     def ended_by(self, wait: ChromeEvent, end: float) -> _Message | None:
         """The message that a wait was for: the answer to its call, or the last one that came in it."""
@@ -189,9 +199,8 @@ def _add_work(graph: _Graph, add: Any, thread: tuple[int, int], start: float, en
         if run is not None:
             name, begin = run["name"], max(start, run["ts"])
         else:
-            before = graph.last(thread, "run", end, start)
             name = "program" if graph.enclosing(thread, end, "program") is not None else "telegrad"
-            begin = start if before is None else max(start, _end(before))
+            begin = graph.last_run_ended(thread, start, end)
         if begin >= end:
             return
         add(thread[0], "compute", name, begin, end)
