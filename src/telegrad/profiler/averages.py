@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch._C._autograd import DeviceType
@@ -14,18 +14,18 @@ _OPERATORS = frozenset(("cpu_op", "user_annotation", "python_function"))
 _ON_DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 
 
-def function_events(events: Iterable[ChromeEvent], ids: Mapping[int, int], *, per_worker: bool) -> EventList:
+def function_events(events: Sequence[ChromeEvent], ids: Mapping[int, int], *, per_worker: bool) -> EventList:
     """torch's list of events; `ids` has the id of each process's worker. Without `per_worker`, an operator has the same
     name on all workers, and one average."""
     found = []
     threads: dict[tuple[int, Any], int] = {}
-    uses_device = False
+    # Of all events or of none: torch's table asks the first one.
+    device = "cuda" if any(event.get("cat") in _ON_DEVICE for event in events) else None
     for number, event in enumerate(events):
         category = event.get("cat")
         if event.get("ph") != "X" or category not in _OPERATORS | _ON_DEVICE:
             continue
         on_device = category in _ON_DEVICE
-        uses_device |= on_device
         args = event.get("args", {})
         function = FunctionEvent(
             id=number,
@@ -42,10 +42,10 @@ def function_events(events: Iterable[ChromeEvent], ids: Mapping[int, int], *, pe
             node_id=ids.get(event["pid"], -1) if per_worker else -1,
             device_type=DeviceType.CUDA if on_device else DeviceType.CPU,
             is_user_annotation=category == "user_annotation",
-            use_device="cuda" if on_device else None,
+            use_device=device,
         )
         found.append(function)
     found.sort(key=lambda f: (f.time_range.start, -f.time_range.end))
-    listed = EventList(found, use_device="cuda" if uses_device else None)
+    listed = EventList(found, use_device=device)
     listed._build_tree()
     return listed
