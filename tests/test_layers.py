@@ -46,6 +46,7 @@ LAYERS = """
     worker functions graph.graph
     graph.drawing
     graph.folding graph.words
+    calls
     mail recording
     dispatch peers reading shutdown gradients.engine
     gradients.rooted

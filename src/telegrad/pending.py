@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .config import SHARED_MEMORY_FROM
 from .errors import CallTimeoutError
 from .messages import Envelope
 from .transport.base import Connection, Frames
@@ -60,6 +61,25 @@ class PendingCall(Waiter):
             self.reading = False
             assert self.connection is not None
             self.connection.pass_on()
+
+    def admit(self, nbytes: int) -> None:
+        """Before it is written: waits for its place among the bytes in flight.
+
+        Raises:
+            TimeoutError: there was none in time.
+        """
+        nbytes += OVERHEAD_BYTES
+        window, connection = self.window, self.connection
+        assert window is not None
+        assert connection is not None
+        if not window.enter(nbytes, self.depth, self.timeout):
+            raise TimeoutError(f"{window.bytes_in_flight()} bytes of calls to it are unanswered")
+        self.nbytes = nbytes
+        if self.caller_waits and nbytes < SHARED_MEMORY_FROM:
+            # The answer may be here before the write returns: be the one who reads it.
+            if connection.reading.acquire(blocking=False):
+                self.reading = True
+                connection.disarm()
 
     def leave_window(self) -> None:
         nbytes, self.nbytes = self.nbytes, 0

@@ -15,40 +15,34 @@ import itertools
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
-
-from . import current, profiled_calls
+from . import current
 from .by_value import main_script
+from .calls import Calls
 from .codec import Body, Codec
-from .config import SHARED_MEMORY_FROM, Options
+from .config import Options
 from .dispatch import Dispatch
 from .duty import Roster
 from .errors import (
-    CallTimeoutError,
-    EncodeError,
     NameTakenError,
     NotStartedError,
     PeerLostError,
     TelegradError,
-    TransportError,
     UnknownWorkerError,
 )
-from .events import Event, Events, Span, logger
+from .events import Event, Events, logger
 from .futures import Future
 from .gradients.attach import Attach
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
 from .mail import Mail
-from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Hello, Kind, Member, WorkerInfo
-from .modes import current_modes
-from .peers import Peer, Peers
-from .pending import OVERHEAD_BYTES, PendingCall, PendingCalls, effective_timeout
+from .messages import COUNTER_BITS, KIND_NAMES, Envelope, Hello, Kind, Member, WorkerInfo
+from .peers import Peers
+from .pending import PendingCall, PendingCalls
 from .reading import Incoming, Reader
 from .recording import Recorder
 from .references import Entry, Held, References
@@ -95,7 +89,6 @@ class Worker:
         self._ended_together = False  # all of the group have come to their end
         self._closing = threading.Lock()  # taken once and for all by close()
         self._ids = itertools.count((member.id << COUNTER_BITS) + 1)
-        self._to_log: deque[str] = deque()  # from finalisers, which must not log themselves
         self._poller = Poller()
         self._threads = Threads(
             member.name, self._poller, options.idle_thread_timeout, self._on_thread_start, self._tick
@@ -130,6 +123,9 @@ class Worker:
         if "tcp" in options.transports and hub is None:
             transports.append(TcpTransport(self._poller, options))
         self._peers = Peers(hello, member.host, group, transports, options, self._reader.adopt)
+        self._calls = Calls(
+            self, self._codec, self._peers, self._pending, self._reader, self._dispatch, self._threads
+        )
         mail = Mail(self, self._codec, self._peers, self._reader, self._threads)
         self.engine.connect(mail)
         self.references.start(mail)
@@ -226,7 +222,7 @@ class Worker:
             if call is None:
                 nbytes = connection.write(frames, timeout)
             else:
-                self._admit(call, sum(map(len, frames.buffers)))
+                call.admit(sum(map(len, frames.buffers)))
                 nbytes = connection.write(frames, timeout, call.stop_reading)
         except BaseException as error:
             if context is not None:
@@ -317,27 +313,8 @@ class Worker:
             NotStartedError: this worker has shut down.
             Whatever the function raises.
         """
-        call = self._start_call(to, function, args, kwargs, timeout, None)
-        waiting = self._report_wait(call) if self.events.subscribers else None
-        if call.reading:
-            call.reading = False
-            self._reader.read_for(call, call.timeout)
-        if not call.done:
-            self._reader.wait_for(call, None)
-        if waiting is not None:
-            waiting.end()
-        return self._dispatch.result(call)
-
-    def _report_wait(self, call: PendingCall) -> Span:
-        return self.events.span("wait", "call", call.id, call.peer, call.function)
-
-    def _wait_for(self, call: PendingCall, timeout: float | None) -> None:
-        """A thread waits for the future of a call."""
-        if self.events.subscribers:
-            with self._report_wait(call):
-                self._reader.wait_for(call, timeout)
-        else:
-            self._reader.wait_for(call, timeout)
+        self._check_open()
+        return self._calls.call(to, function, args, kwargs, timeout)
 
     def call_async(
         self,
@@ -351,10 +328,8 @@ class Worker:
 
         Waits only while more than Options.peer_byte_limit bytes of calls to the peer are unanswered.
         """
-        future = Future(self._wait_for, self._log_later)
-        call = self._start_call(to, function, args, kwargs, timeout, future)
-        self._pending.watch(call)
-        return future
+        self._check_open()
+        return self._calls.call_async(to, function, args, kwargs, timeout)
 
     def create(
         self,
@@ -366,148 +341,14 @@ class Worker:
     ) -> Entry:
         """Like `call_async`, but the result stays there. What is returned counts as a handle to it."""
         self._check_open()
-        entry = self.references.new(self._peers.find(to).member.id)
-        try:
-            call = self._start_call(entry.owner, function, args, kwargs, timeout, None, creates=entry.id)
-        except BaseException:
-            self.references.forget(entry)
-            raise
-        self._pending.watch(call)
-        if isinstance(entry, Held):
-            entry.creation = call
-        return entry
+        return self._calls.create(to, function, args, kwargs, timeout)
 
     def creation_of(self, entry: Held) -> Future:
         """The future of a value's creation: done when that is known."""
-        future = Future(self._reader.wait_for, self._log_later)
-        call = future.call = entry.creation
-        assert call is not None
-
-        def complete() -> None:
-            self._reader.wait_for(call, None)
-            if call.make_error is not None:
-                future.fail(call.make_error, f"the creation of a value on worker {call.peer!r}")
-            else:
-                future.set_result(None)
-
-        self._threads.submit(complete)
-        return future
-
-    def _start_call(
-        self,
-        to: str | int | WorkerInfo,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
-        timeout: float | None,
-        future: Future | None,
-        creates: int = 0,
-    ) -> PendingCall:
-        self._check_open()
-        serving = current.current_serving()
-        if current.thread.relieve is not None:
-            current.thread.relieve()
-        limit = effective_timeout(timeout, self.options.rpc_timeout, serving.deadline if serving else None)
-        depth = serving.depth + 1 if serving else 1
-        peer, connection = self._reach(to, limit)
-        name = getattr(function, "__qualname__", None) or repr(function)
-        call = PendingCall(self.new_message_id(), name, peer.member.name, limit, depth)
-        call.future = future
-        call.caller_waits = future is None and not creates
-        if future is not None:
-            future.call = call
-        call.connection = connection
-        call.window = peer.window
-        envelope = Envelope(Kind.CALL, call.id, 0, limit, depth, current_modes(), creates=creates)
-        if profiled_calls.running:
-            mode = "remote" if creates else "sync" if future is None else "async"
-            call.profiled = profiled_calls.begin(mode, function, self.name, call.peer)
-            if call.profiled is not None:
-                envelope = msgspec.structs.replace(envelope, profiling=call.profiled.asks)
-
-        self._pending.add(call)
-        try:
-            body = Call(function, tuple(args), kwargs or None)
-            self.send(connection, envelope, body, limit, call, self.attach.current())
-        except BaseException as error:
-            call.stop_reading()
-            if call.profiled is not None:
-                call.profiled.sent()
-            if self._pending.take(call.id) is not None:
-                call.leave_window()
-                translated = self._translated(error, call, args, kwargs)
-                if translated is error:
-                    raise
-                raise translated from error
-            # Else it was completed meanwhile, by the loss of the connection: the caller hears of that.
-        finally:
-            if call.profiled is not None and not call.caller_waits:
-                call.profiled.sent()
-        return call
-
-    def _reach(self, to: str | int | WorkerInfo, timeout: float | None) -> tuple[Peer, Connection]:
-        began = time.monotonic()
-        try:
-            return self._peers.reach(to, timeout)
-        except PeerLostError as error:
-            if timeout is None or time.monotonic() - began < timeout:
-                raise
-            # Whether it lives is not known: there was no time to find out.
-            late = f"RPC ran for more than set timeout ({timeout * 1000:.0f} ms): {error}"
-            raise CallTimeoutError(late) from error
-
-    def _admit(self, call: PendingCall, nbytes: int) -> None:
-        """Before a call is written: waits for its place among the bytes in flight."""
-        nbytes += OVERHEAD_BYTES
-        window, connection = call.window, call.connection
-        assert window is not None
-        assert connection is not None
-        if not window.enter(nbytes, call.depth, call.timeout):
-            raise TimeoutError(f"{window.bytes_in_flight()} bytes of calls to it are unanswered")
-        call.nbytes = nbytes
-        if call.caller_waits and nbytes < SHARED_MEMORY_FROM:
-            # The answer may be here before the write returns: be the one who reads it.
-            if connection.reading.acquire(blocking=False):
-                call.reading = True
-                connection.disarm()
-
-    def _translated(
-        self, error: BaseException, call: PendingCall, args: Sequence[Any], kwargs: dict[str, Any] | None
-    ) -> BaseException:
-        """What the caller sees of a call that could not be sent."""
-        assert call.connection is not None
-        if isinstance(error, EncodeError):
-            culprit = self._codec.first_unsendable(
-                [*args, *(kwargs or {}).values()],
-                call.connection.peer,
-                track=self.attach.current() is not None,
-            )
-            what = "the function" if culprit is None else f"an argument, a {type(culprit).__name__},"
-            return EncodeError(
-                f"{what} of the call of {call.function} on worker {call.peer!r} cannot be sent: {error}"
-            )
-        if isinstance(error, TransportError):
-            self.on_lost(call.connection, str(error))
-            return PeerLostError(
-                f"worker {call.peer!r} is gone, the call of {call.function} was not sent: {error}"
-            )
-        if isinstance(error, TimeoutError) and not isinstance(error, CallTimeoutError):
-            late = call.timeout_error()()
-            late.add_note(str(error))
-            return late
-        return error
+        return self._calls.creation_of(entry)
 
     def _on_expired(self, call: PendingCall) -> None:
         self._dispatch.fail(call, call.timeout_error())
-
-    def _log_later(self, text: str) -> None:
-        """From finalisers: takes no lock and does nothing itself."""
-        self._to_log.append(text)
-        self._threads.submit_from_finaliser(self._log_notes)
-
-    def _log_notes(self) -> None:
-        while self._to_log:
-            logger.warning("worker %r: %s", self.name, self._to_log.popleft())
 
     # -- contexts --------------------------------------------------------------------------------------
 
@@ -665,7 +506,7 @@ class Worker:
         self._roster.relieve_all()  # a thread that still runs a function must not keep the reading
         for connection in self._peers.connections():
             self._peers.drop(connection)
-        self._log_notes()
+        self._calls.log_notes()
         if all_ended:
             self._poller.close()
         else:

@@ -1,0 +1,242 @@
+"""The calls that a worker makes: from a function and its arguments to a message that waits for its answer.
+
+call         the caller's thread waits, and reads the answer itself if nobody does
+call_async   a future waits
+create       nobody waits: the result stays there
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from . import current, profiled_calls
+from .codec import Codec
+from .config import Options
+from .dispatch import Dispatch
+from .errors import CallTimeoutError, EncodeError, PeerLostError, TransportError
+from .events import Span, logger
+from .futures import Future
+from .mail import Sender
+from .messages import Call, Envelope, Kind, WorkerInfo
+from .modes import current_modes
+from .peers import Peer, Peers
+from .pending import PendingCall, PendingCalls, effective_timeout
+from .reading import Reader
+from .references import Entry, Held, References
+from .threads import Threads
+from .transport.base import Connection
+
+To = str | int | WorkerInfo
+
+
+class Host(Sender, Protocol):
+    """The worker, as far as it is needed here."""
+
+    name: str
+    options: Options
+    references: References
+
+
+class Calls:
+    """Of one worker."""
+
+    def __init__(
+        self,
+        worker: Host,
+        codec: Codec,
+        peers: Peers,
+        pending: PendingCalls,
+        reader: Reader,
+        dispatch: Dispatch,
+        threads: Threads,
+    ) -> None:
+        self._worker = worker
+        self._codec = codec
+        self._peers = peers
+        self._pending = pending
+        self._reader = reader
+        self._dispatch = dispatch
+        self._threads = threads
+        self._to_log: deque[str] = deque()  # from finalisers, which must not log themselves
+
+    def call(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: float | None,
+    ) -> Any:
+        call = self._start_call(to, function, args, kwargs, timeout, None)
+        waiting = self._report_wait(call) if self._worker.events.subscribers else None
+        if call.reading:
+            call.reading = False
+            self._reader.read_for(call, call.timeout)
+        if not call.done:
+            self._reader.wait_for(call, None)
+        if waiting is not None:
+            waiting.end()
+        return self._dispatch.result(call)
+
+    def _report_wait(self, call: PendingCall) -> Span:
+        return self._worker.events.span("wait", "call", call.id, call.peer, call.function)
+
+    def _wait_for(self, call: PendingCall, timeout: float | None) -> None:
+        """A thread waits for the future of a call."""
+        if self._worker.events.subscribers:
+            with self._report_wait(call):
+                self._reader.wait_for(call, timeout)
+        else:
+            self._reader.wait_for(call, timeout)
+
+    def call_async(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: float | None,
+    ) -> Future:
+        future = Future(self._wait_for, self._log_later)
+        call = self._start_call(to, function, args, kwargs, timeout, future)
+        self._pending.watch(call)
+        return future
+
+    def create(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: float | None,
+    ) -> Entry:
+        entry = self._worker.references.new(self._peers.find(to).member.id)
+        try:
+            call = self._start_call(entry.owner, function, args, kwargs, timeout, None, creates=entry.id)
+        except BaseException:
+            self._worker.references.forget(entry)
+            raise
+        self._pending.watch(call)
+        if isinstance(entry, Held):
+            entry.creation = call
+        return entry
+
+    def creation_of(self, entry: Held) -> Future:
+        """The future of a value's creation: done when that is known."""
+        future = Future(self._reader.wait_for, self._log_later)
+        call = future.call = entry.creation
+        assert call is not None
+
+        def complete() -> None:
+            self._reader.wait_for(call, None)
+            if call.make_error is not None:
+                future.fail(call.make_error, f"the creation of a value on worker {call.peer!r}")
+            else:
+                future.set_result(None)
+
+        self._threads.submit(complete)
+        return future
+
+    def _start_call(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        timeout: float | None,
+        future: Future | None,
+        creates: int = 0,
+    ) -> PendingCall:
+        serving = current.current_serving()
+        if current.thread.relieve is not None:
+            current.thread.relieve()
+        limit = effective_timeout(
+            timeout, self._worker.options.rpc_timeout, serving.deadline if serving else None
+        )
+        depth = serving.depth + 1 if serving else 1
+        peer, connection = self._reach(to, limit)
+        name = getattr(function, "__qualname__", None) or repr(function)
+        call = PendingCall(self._worker.new_message_id(), name, peer.member.name, limit, depth)
+        call.future = future
+        call.caller_waits = future is None and not creates
+        if future is not None:
+            future.call = call
+        call.connection = connection
+        call.window = peer.window
+        envelope = Envelope(Kind.CALL, call.id, 0, limit, depth, current_modes(), creates=creates)
+        if profiled_calls.running:
+            mode = "remote" if creates else "sync" if future is None else "async"
+            call.profiled = profiled_calls.begin(mode, function, self._worker.name, call.peer)
+            if call.profiled is not None:
+                envelope = msgspec.structs.replace(envelope, profiling=call.profiled.asks)
+
+        self._pending.add(call)
+        try:
+            body = Call(function, tuple(args), kwargs or None)
+            self._worker.send(connection, envelope, body, limit, call, self._worker.attach.current())
+        except BaseException as error:
+            call.stop_reading()
+            if call.profiled is not None:
+                call.profiled.sent()
+            if self._pending.take(call.id) is not None:
+                call.leave_window()
+                translated = self._translated(error, call, args, kwargs)
+                if translated is error:
+                    raise
+                raise translated from error
+            # Else it was completed meanwhile, by the loss of the connection: the caller hears of that.
+        finally:
+            if call.profiled is not None and not call.caller_waits:
+                call.profiled.sent()
+        return call
+
+    def _reach(self, to: To, timeout: float | None) -> tuple[Peer, Connection]:
+        began = time.monotonic()
+        try:
+            return self._peers.reach(to, timeout)
+        except PeerLostError as error:
+            if timeout is None or time.monotonic() - began < timeout:
+                raise
+            # Whether it lives is not known: there was no time to find out.
+            late = f"RPC ran for more than set timeout ({timeout * 1000:.0f} ms): {error}"
+            raise CallTimeoutError(late) from error
+
+    def _translated(
+        self, error: BaseException, call: PendingCall, args: Sequence[Any], kwargs: dict[str, Any] | None
+    ) -> BaseException:
+        """What the caller sees of a call that could not be sent."""
+        assert call.connection is not None
+        if isinstance(error, EncodeError):
+            culprit = self._codec.first_unsendable(
+                [*args, *(kwargs or {}).values()],
+                call.connection.peer,
+                track=self._worker.attach.current() is not None,
+            )
+            what = "the function" if culprit is None else f"an argument, a {type(culprit).__name__},"
+            return EncodeError(
+                f"{what} of the call of {call.function} on worker {call.peer!r} cannot be sent: {error}"
+            )
+        if isinstance(error, TransportError):
+            self._worker.on_lost(call.connection, str(error))
+            return PeerLostError(
+                f"worker {call.peer!r} is gone, the call of {call.function} was not sent: {error}"
+            )
+        if isinstance(error, TimeoutError) and not isinstance(error, CallTimeoutError):
+            late = call.timeout_error()()
+            late.add_note(str(error))
+            return late
+        return error
+
+    def _log_later(self, text: str) -> None:
+        """From finalisers: takes no lock and does nothing itself."""
+        self._to_log.append(text)
+        self._threads.submit_from_finaliser(self.log_notes)
+
+    def log_notes(self) -> None:
+        while self._to_log:
+            logger.warning("worker %r: %s", self._worker.name, self._to_log.popleft())
