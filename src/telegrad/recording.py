@@ -73,6 +73,7 @@ class Part(msgspec.Struct, frozen=True):
     sent_to: tuple[int, ...]
     main_thread: int  # of the root: the one that began the session; else 0
     started_by: int  # the call by which the root has had it take part; 0: none
+    told_by: int  # the call by which it has told the root; 0: none
 
 
 class _Recording:
@@ -82,6 +83,7 @@ class _Recording:
         self.ended = 0.0
         self.main_thread = threading.get_native_id() if has_joined else 0
         self.started_by = 0
+        self.told_by = 0
         self._events: list[tuple[Event, float, int]] = []  # with end and thread; appended to on any thread
         self.threads: dict[int, str] = {}
         self.sent_to: set[int] = set()
@@ -170,6 +172,7 @@ class Recorder:
         except TelegradError:
             self._drop(recording)  # nobody would ever collect it
         else:
+            recording.told_by = told.call.id
             told.add_done_callback(lambda done: self._on_told(recording, done))
 
     def _on_told(self, recording: _Recording, done: Any) -> None:
@@ -264,6 +267,7 @@ class Recorder:
             tuple(recording.sent_to),
             recording.main_thread,
             recording.started_by,
+            recording.told_by,
         )
 
     def _drop(self, recording: _Recording) -> None:

@@ -66,8 +66,9 @@ _gates: defaultdict[str, threading.Event] = defaultdict(threading.Event)
 
 def wait_at_gate(place: str) -> None:
     """Tells the driver's process, and waits there until open_gate()."""
+    gate = _gates[place]  # before anybody knows: it may be opened and forgotten at once
     rpc.rpc_sync("driver", _arrive, args=(place,))
-    assert _gates[place].wait(PATIENCE)
+    assert gate.wait(PATIENCE)
 
 
 def fail_after_gate(place: str) -> None:

@@ -105,7 +105,8 @@ def read_parts(parts: Sequence[Part]) -> Recorded:
 def _own_messages(parts: Sequence[Part]) -> set[int]:
     """The calls that the profiler made itself, and their answers."""
     rows = [row for part in parts for row in part.rows]
-    calls = {row.message for row in rows if row.detail in OWN} | {part.started_by for part in parts} - {0}
+    calls = {row.message for row in rows if row.detail in OWN}
+    calls |= {id for part in parts for id in (part.started_by, part.told_by) if id}
     return calls | {row.message for row in rows if row.reply_to in calls}
 
 
