@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -64,15 +63,8 @@ class Calls:
         self._threads = threads
         self._to_log: deque[str] = deque()  # from finalisers, which must not log themselves
 
-    def call(
-        self,
-        to: To,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
-        timeout: float | None,
-    ) -> Any:
-        call = self._start_call(to, function, args, kwargs, timeout, None)
+    def call(self, to: To, body: Call, timeout: float | None) -> Any:
+        call = self._start_call(to, body, timeout, None)
         waiting = self._report_wait(call) if self._worker.events.subscribers else None
         if call.reading:
             call.reading = False
@@ -94,30 +86,16 @@ class Calls:
         else:
             self._reader.wait_for(call, timeout)
 
-    def call_async(
-        self,
-        to: To,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
-        timeout: float | None,
-    ) -> Future:
+    def call_async(self, to: To, body: Call, timeout: float | None) -> Future:
         future = Future(self._wait_for, self._log_later)
-        call = self._start_call(to, function, args, kwargs, timeout, future)
+        call = self._start_call(to, body, timeout, future)
         self._pending.watch(call)
         return future
 
-    def create(
-        self,
-        to: To,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
-        timeout: float | None,
-    ) -> Entry:
+    def create(self, to: To, body: Call, timeout: float | None) -> Entry:
         entry = self._worker.references.new(self._peers.find(to).member.id)
         try:
-            call = self._start_call(entry.owner, function, args, kwargs, timeout, None, creates=entry.id)
+            call = self._start_call(entry.owner, body, timeout, None, creates=entry.id)
         except BaseException:
             self._worker.references.forget(entry)
             raise
@@ -145,9 +123,7 @@ class Calls:
     def _start_call(
         self,
         to: To,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any] | None,
+        body: Call,
         timeout: float | None,
         future: Future | None,
         creates: int = 0,
@@ -160,7 +136,7 @@ class Calls:
         )
         depth = serving.depth + 1 if serving else 1
         peer, connection = self._reach(to, limit)
-        name = getattr(function, "__qualname__", None) or repr(function)
+        name = getattr(body.function, "__qualname__", None) or repr(body.function)
         call = PendingCall(self._worker.new_message_id(), name, peer.member.name, limit, depth)
         call.future = future
         call.caller_waits = future is None and not creates
@@ -171,13 +147,12 @@ class Calls:
         envelope = Envelope(Kind.CALL, call.id, 0, limit, depth, current_modes(), creates=creates)
         if profiled_calls.running:
             mode = "remote" if creates else "sync" if future is None else "async"
-            call.profiled = profiled_calls.begin(mode, function, self._worker.name, call.peer)
+            call.profiled = profiled_calls.begin(mode, body.function, self._worker.name, call.peer)
             if call.profiled is not None:
                 envelope = msgspec.structs.replace(envelope, profiling=call.profiled.asks)
 
         self._pending.add(call)
         try:
-            body = Call(function, tuple(args), kwargs or None)
             self._worker.send(connection, envelope, body, limit, call, self._worker.attach.current())
         except BaseException as error:
             call.stop_reading()
@@ -185,7 +160,7 @@ class Calls:
                 call.profiled.sent()
             if self._pending.take(call.id) is not None:
                 call.leave_window()
-                translated = self._translated(error, call, args, kwargs)
+                translated = self._translated(error, call, body)
                 if translated is error:
                     raise
                 raise translated from error
@@ -206,14 +181,12 @@ class Calls:
             late = f"RPC ran for more than set timeout ({timeout * 1000:.0f} ms): {error}"
             raise CallTimeoutError(late) from error
 
-    def _translated(
-        self, error: BaseException, call: PendingCall, args: Sequence[Any], kwargs: dict[str, Any] | None
-    ) -> BaseException:
+    def _translated(self, error: BaseException, call: PendingCall, body: Call) -> BaseException:
         """What the caller sees of a call that could not be sent."""
         assert call.connection is not None
         if isinstance(error, EncodeError):
             culprit = self._codec.first_unsendable(
-                [*args, *(kwargs or {}).values()],
+                [*body.args, *(body.kwargs or {}).values()],
                 call.connection.peer,
                 track=self._worker.attach.current() is not None,
             )

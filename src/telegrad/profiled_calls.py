@@ -40,7 +40,7 @@ Profile = Any
 running = 0
 # Whether torch.profiler.profile has calls in it, too. The drop-in leaves them out, as the original does.
 asks_with_kineto = True
-_lock = threading.Lock()
+_lock = threading.Lock()  # guards the counting of `running`
 
 
 class _Active:

@@ -40,7 +40,7 @@ from .gradients.attach import Attach
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
 from .mail import Mail
-from .messages import COUNTER_BITS, KIND_NAMES, Envelope, Hello, Kind, Member, WorkerInfo
+from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Hello, Kind, Member, WorkerInfo
 from .peers import Peers
 from .pending import PendingCall, PendingCalls
 from .reading import Incoming, Reader
@@ -314,7 +314,7 @@ class Worker:
             Whatever the function raises.
         """
         self._check_open()
-        return self._calls.call(to, function, args, kwargs, timeout)
+        return self._calls.call(to, Call(function, tuple(args), kwargs or None), timeout)
 
     def call_async(
         self,
@@ -329,7 +329,7 @@ class Worker:
         Waits only while more than Options.peer_byte_limit bytes of calls to the peer are unanswered.
         """
         self._check_open()
-        return self._calls.call_async(to, function, args, kwargs, timeout)
+        return self._calls.call_async(to, Call(function, tuple(args), kwargs or None), timeout)
 
     def create(
         self,
@@ -341,7 +341,7 @@ class Worker:
     ) -> Entry:
         """Like `call_async`, but the result stays there. What is returned counts as a handle to it."""
         self._check_open()
-        return self._calls.create(to, function, args, kwargs, timeout)
+        return self._calls.create(to, Call(function, tuple(args), kwargs or None), timeout)
 
     def creation_of(self, entry: Held) -> Future:
         """The future of a value's creation: done when that is known."""

@@ -17,6 +17,7 @@ import torch
 from torch.autograd.profiler_util import EventList
 
 from .. import recording
+from ..asking import ask
 from ..current import current_worker
 from ..errors import TelegradError
 from ..events import logger
@@ -219,20 +220,11 @@ class _Root:
         is_new: bool = False,
     ) -> dict[int, T]:
         """Calls a function on each worker, on all at once. Whoever does not answer is missing."""
-        futures = {}
-        for worker in workers:
-            try:
-                futures[worker] = self._worker.call_async(worker, function, args, timeout=LONG_PATIENCE)
-            except TelegradError as error:
-                self._lose(worker, error, is_new=is_new)
-        answers = {}
-        for worker, future in futures.items():
-            try:
-                answers[worker] = future.wait()
-            except TelegradError as error:
-                self._lose(worker, error, is_new=is_new)
+        answers, errors = ask(self._worker, workers, function, args, LONG_PATIENCE)
+        for worker, error in errors.items():
+            self._lose(worker, error, is_new=is_new)
         return answers
 
-    def _lose(self, worker: int, error: TelegradError, *, is_new: bool) -> None:
+    def _lose(self, worker: int, error: Exception, *, is_new: bool) -> None:
         if not is_new:  # else it has left before this cycle began
             self._missing[self._worker.name_of(worker)] = str(error)
