@@ -69,6 +69,7 @@ LAYERS = """
     transport.base operators
     profiled_calls
     messages events waiter
+    interrupts
     current config
     errors
 """

@@ -55,7 +55,11 @@ engine_pass: Callable[[], EnginePass | None] = _no_pass
 
 
 class _Thread(threading.local):
+    critical = 0  # above zero: this thread runs telegrad's own code. See interrupts.py
     relieve: Callable[[], None] | None = None  # ends this thread's duty (see duty.py); None: it has none
+
+    def __init__(self) -> None:
+        self.is_main = threading.current_thread() is threading.main_thread()
 
 
 thread = _Thread()

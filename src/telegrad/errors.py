@@ -9,6 +9,7 @@
     ├── ClusterError             a child of LocalCluster did not start, or ended by itself
     ├── CallTimeoutError         a call outlived its deadline (also TimeoutError)
     ├── PeerLostError            the worker behind a call is gone (also ConnectionError)
+    ├── FinaliserError           a call that would wait, made by a finaliser that the collector ran inside of telegrad
     ├── ValueGoneError           a handle to a value that is gone, with its last holder
     ├── OptimizerError           something failed on some owners of parameters
     ├── GradientError            a backward pass that cannot be run as asked for
@@ -80,6 +81,10 @@ class CallTimeoutError(TelegradError, TimeoutError):
 
 class PeerLostError(TelegradError, ConnectionError):
     worker_id = -1  # of the worker that is gone, where it is known
+
+
+class FinaliserError(TelegradError):
+    """A call that would wait, made by a `__del__` that the garbage collector ran in the middle of telegrad's code."""
 
 
 class ValueGoneError(TelegradError):
