@@ -52,7 +52,7 @@ LAYERS = """
     gradients.rooted
     gradients.parts
     references asking
-    duty threads
+    threads
     futures
     pending rendezvous
     gradients.host gradients.attach gradients.local_pass gradients.planning gradients.snapshot
@@ -62,11 +62,13 @@ LAYERS = """
     transport.unix transport.tcp transport.inproc
     transport.streams transport.listening
     transport.wire transport.handshake
-    transport.shm transport.poller
+    transport.shm
     codec
     names scripted definitions
     handles by_value tensors modes
     transport.base operators
+    transport.lease
+    transport.poller
     profiled_calls
     messages events waiter
     interrupts

@@ -9,17 +9,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
+from signal import SIGINT
 from typing import Any, Protocol
 
 import msgspec
 
-from . import current, profiled_calls
+from . import current, interrupts, profiled_calls
 from .codec import Codec
 from .config import Options
 from .dispatch import Dispatch
-from .errors import CallTimeoutError, EncodeError, PeerLostError, TransportError
+from .errors import (
+    CallTimeoutError,
+    EncodeError,
+    FinaliserError,
+    HandedOverError,
+    PeerLostError,
+    TransportError,
+)
 from .events import Span, logger
 from .futures import Future
+from .interrupts import getsignal, interruptible, on_signal
 from .mail import Sender
 from .messages import Call, Envelope, Kind, WorkerInfo
 from .modes import current_modes
@@ -64,58 +74,110 @@ class Calls:
         self._to_log: deque[str] = deque()  # from finalisers, which must not log themselves
 
     def call(self, to: To, body: Call, timeout: float | None) -> Any:
-        call = self._start_call(to, body, timeout, None)
-        waiting = self._report_wait(call) if self._worker.events.subscribers else None
-        if call.reading:
-            call.reading = False
-            self._reader.read_for(call, call.timeout)
-        if not call.done:
-            self._reader.wait_for(call, None)
-        if waiting is not None:
-            waiting.end()
-        return self._dispatch.result(call)
+        thread = current.thread
+        if thread.critical:
+            raise _in_finaliser("rpc_sync()")
+        thread.critical = 1
+        try:
+            if thread.is_main and getsignal(SIGINT) is not on_signal:
+                interrupts.guard()
+            call = self._start_call(to, body, timeout, None)
+            waiting = self._report_wait(call) if self._worker.events.subscribers else None
+            if call.reading:
+                call.reading = False
+                self._reader.read_for(call, call.timeout)
+            if not call.done:
+                self._reader.wait_for(call, None)
+            if waiting is not None:
+                waiting.end()
+            return self._dispatch.result(call)
+        finally:
+            thread.critical = 0
+            if interrupts.deferred:
+                interrupts.deliver()
 
     def _report_wait(self, call: PendingCall) -> Span:
         return self._worker.events.span("wait", "call", call.id, call.peer, call.function)
 
     def _wait_for(self, call: PendingCall, timeout: float | None) -> None:
-        """A thread waits for the future of a call."""
-        if self._worker.events.subscribers:
-            with self._report_wait(call):
+        """Waits for the future of a call."""
+        if current.thread.critical:
+            raise _in_finaliser("Future.wait()")
+        with interrupts.critical():
+            if self._worker.events.subscribers:
+                with self._report_wait(call):
+                    self._reader.wait_for(call, timeout)
+            else:
                 self._reader.wait_for(call, timeout)
-        else:
-            self._reader.wait_for(call, timeout)
 
     def call_async(self, to: To, body: Call, timeout: float | None) -> Future:
+        thread = current.thread
         future = Future(self._wait_for, self._log_later)
-        call = self._start_call(to, body, timeout, future)
-        self._pending.watch(call)
+        if thread.critical:
+            self._threads.submit_from_finaliser(partial(self._call_later, to, body, timeout, future))
+            return future
+        thread.critical = 1
+        try:
+            if thread.is_main and getsignal(SIGINT) is not on_signal:
+                interrupts.guard()
+            self._pending.watch(self._start_call(to, body, timeout, future))
+        finally:
+            thread.critical = 0
+            if interrupts.deferred:
+                interrupts.deliver()
         return future
 
+    def _call_later(self, to: To, body: Call, timeout: float | None, future: Future) -> None:
+        """Makes a call of a finaliser that ran inside of telegrad's own code: see interrupts.py."""
+        try:
+            self._pending.watch(self._start_call(to, body, timeout, future))
+        except Exception as error:
+            text, kind = str(error), type(error)
+            future.fail(lambda: kind(text), f"a call to worker {to!r} that a finaliser made")
+
     def create(self, to: To, body: Call, timeout: float | None) -> Entry:
+        """Inside of a critical section of the caller's: the entry that is returned counts as a handle."""
         entry = self._worker.references.new(self._peers.find(to).member.id)
         try:
-            call = self._start_call(entry.owner, body, timeout, None, creates=entry.id)
+            self._pending.watch(self._start_call(entry.owner, body, timeout, None, entry))
         except BaseException:
-            self._worker.references.forget(entry)
+            if isinstance(entry, Held) and entry.creation is not None:
+                self._worker.references.let_go(entry)  # it is handed over, and will be created there
+            else:
+                self._worker.references.forget(entry)
             raise
-        self._pending.watch(call)
-        if isinstance(entry, Held):
-            entry.creation = call
+        return entry
+
+    def create_later(self, to: To, body: Call, timeout: float | None) -> Entry:
+        """Creates a value for a finaliser that ran inside of telegrad's own code: another thread sends the message."""
+        peer = self._peers.known(to)
+        if peer is None:
+            raise _in_finaliser(f"rpc.remote() to worker {to!r}, which is not known here yet,")
+        entry = self._worker.references.new(peer.member.id)
+
+        def send() -> None:
+            try:
+                self._pending.watch(self._start_call(entry.owner, body, timeout, None, entry))
+            except Exception as error:
+                logger.warning("worker %r: rpc.remote() in a finaliser failed: %s", self._worker.name, error)
+                self._worker.references.forget(entry)
+
+        self._threads.submit_from_finaliser(send)
         return entry
 
     def creation_of(self, entry: Held) -> Future:
         """The future of a value's creation: done when that is known."""
-        future = Future(self._reader.wait_for, self._log_later)
+        future = Future(self._wait_for, self._log_later)
         call = future.call = entry.creation
         assert call is not None
 
         def complete() -> None:
             self._reader.wait_for(call, None)
             if call.make_error is not None:
-                future.fail(call.make_error, f"the creation of a value on worker {call.peer!r}")
+                what = f"the creation of a value on worker {call.peer!r}"
+                interruptible(future.fail, call.make_error, what)
             else:
-                future.set_result(None)
+                interruptible(future.set_result, None)
 
         self._threads.submit(complete)
         return future
@@ -126,7 +188,7 @@ class Calls:
         body: Call,
         timeout: float | None,
         future: Future | None,
-        creates: int = 0,
+        creates: Entry | None = None,
     ) -> PendingCall:
         serving = current.current_serving()
         if current.thread.relieve is not None:
@@ -139,14 +201,18 @@ class Calls:
         name = getattr(body.function, "__qualname__", None) or repr(body.function)
         call = PendingCall(self._worker.new_message_id(), name, peer.member.name, limit, depth)
         call.future = future
-        call.caller_waits = future is None and not creates
+        call.caller_waits = future is None and creates is None
         if future is not None:
             future.call = call
         call.connection = connection
         call.window = peer.window
-        envelope = Envelope(Kind.CALL, call.id, 0, limit, depth, current_modes(), creates=creates)
+        envelope = Envelope(Kind.CALL, call.id, 0, limit, depth, current_modes())
+        if creates is not None:
+            envelope = msgspec.structs.replace(envelope, creates=creates.id)
+            if isinstance(creates, Held):
+                creates.creation = call
         if profiled_calls.running:
-            mode = "remote" if creates else "sync" if future is None else "async"
+            mode = "remote" if creates is not None else "sync" if future is None else "async"
             call.profiled = profiled_calls.begin(mode, body.function, self._worker.name, call.peer)
             if call.profiled is not None:
                 envelope = msgspec.structs.replace(envelope, profiling=call.profiled.asks)
@@ -154,8 +220,18 @@ class Calls:
         self._pending.add(call)
         try:
             self._worker.send(connection, envelope, body, limit, call, self._worker.attach.current())
+        except HandedOverError as error:
+            # It will run there. Its caller hears that its time is over, or of the interrupt.
+            call.stop_reading()
+            if self._pending.take(call.id) is not None:
+                call.leave_window()
+                if error.interrupt is not None:
+                    raise error.interrupt from None
+                raise self._translated(error, call, body) from error
         except BaseException as error:
             call.stop_reading()
+            if isinstance(creates, Held):
+                creates.creation = None
             if call.profiled is not None:
                 call.profiled.sent()
             if self._pending.take(call.id) is not None:
@@ -213,3 +289,10 @@ class Calls:
     def log_notes(self) -> None:
         while self._to_log:
             logger.warning("worker %r: %s", self._worker.name, self._to_log.popleft())
+
+
+def _in_finaliser(what: str) -> FinaliserError:
+    return FinaliserError(
+        f"{what} was called in a finaliser (__del__ or a weakref callback) that the garbage collector ran in the "
+        "middle of telegrad's own code, where nothing can be waited for; use rpc_async() there, or another thread"
+    )

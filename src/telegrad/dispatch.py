@@ -141,10 +141,15 @@ class Dispatch:
         if name in self._slow and current.thread.relieve is not None:
             current.thread.relieve()
         began = time.monotonic()
-        if envelope.profiling is None and not self._events.subscribers:
-            result = function(*call.args, **call.kwargs) if call.kwargs else function(*call.args)
-        else:
-            result = self._run_profiled(envelope, call, name)
+        thread = current.thread
+        try:
+            thread.critical = 0  # users' code: see interrupts.py
+            if envelope.profiling is None and not self._events.subscribers:
+                result = function(*call.args, **call.kwargs) if call.kwargs else function(*call.args)
+            else:
+                result = self._run_profiled(envelope, call, name)
+        finally:
+            thread.critical = 1
         self._remember(name, time.monotonic() - began)
         if hasattr(function, ASYNC_MARK):
             if not isinstance(result, torch._C.Future):
@@ -211,17 +216,17 @@ class Dispatch:
             self._answer(connection, call, None)
             return
         envelope = Envelope(Kind.FAILURE, self._new_id(), call.id)
-        text = "".join(traceback.format_exception(error))
-        failure = self._codec.encode_exception(error, text, connection.peer)
-        error.__traceback__ = None  # whoever keeps the exception must not keep our frames, and what they hold
         try:
+            text = "".join(traceback.format_exception(error))
+            failure = self._codec.encode_exception(error, text, connection.peer)
+            error.__traceback__ = None  # who keeps the exception must not keep our frames, and what they hold
             try:
                 self._send(connection, envelope, failure, None, None, None)
             except TooLargeError:
                 self._send(connection, envelope, shortened(failure), None, None, None)
         except TransportError as lost:
             self._give_up(connection, call, lost)
-        else:
+        finally:
             self._unanswered.pop(call.id, None)
 
     def _give_up(self, connection: Connection, call: Envelope, error: BaseException) -> None:
@@ -261,18 +266,24 @@ class Dispatch:
     def _complete_future(self, call: PendingCall) -> None:
         future = call.future
         assert future is not None
+        thread = current.thread
+        before = thread.critical
         try:
             value = self._open_answer(call)
             if call.profiled is not None:
                 value = call.profiled.answered(value)
-            if call.make_error is None:
-                future.set_result(value)
-            else:
-                future.fail(call.make_error, f"the call of {call.function} on worker {call.peer!r}")
+            if not future.done():  # else its user has completed it
+                thread.critical = 0  # callbacks are users' code
+                if call.make_error is None:
+                    future.set_result(value)
+                else:
+                    future.fail(call.make_error, f"the call of {call.function} on worker {call.peer!r}")
+        except Exception as error:  # other calls are answered by this thread, too
+            logger.warning("the future of a call on worker %r could not be completed: %s", call.peer, error)
         finally:
-            call.future = (
-                None  # the future refers to the call: without this, only the collector would find it
-            )
+            thread.critical = before
+            # The future refers to the call: without this, only the collector would find it.
+            call.future = None
             call.set_done()
 
     def result(self, call: PendingCall) -> Any:

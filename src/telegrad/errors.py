@@ -22,6 +22,7 @@
     │   ├── EncodeError          something in a message cannot be pickled
     │   ├── DecodeError          a message arrived that cannot be rebuilt here
     │   └── TooLargeError        a message over Options.max_message_bytes
+    ├── HandedOverError          a write that was given up in the middle of a message, which still arrives (internal)
     └── TransportError (ConnectionError)
         ├── AddressError         an address that cannot be listened on or understood
         ├── ConnectError         nobody answers at an address, or the peer refused us
@@ -155,6 +156,13 @@ class DecodeError(MessageError):
 
 class TooLargeError(MessageError):
     pass
+
+
+class HandedOverError(TelegradError, TimeoutError):
+    """The time of a write is over in the middle of a message; another thread writes the rest. `interrupt` is what ended
+    the wait instead, if it was not the time."""
+
+    interrupt: BaseException | None = None
 
 
 class TransportError(TelegradError, ConnectionError):

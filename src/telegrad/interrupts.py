@@ -27,7 +27,7 @@ import os
 import signal
 import sys
 import time
-from _signal import getsignal  # type: ignore[import-not-found]  # signal.getsignal is Python code, and this runs with every call
+from _signal import getsignal as getsignal  # type: ignore[import-not-found]  # signal.getsignal is Python code, and this runs with every call
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -37,7 +37,9 @@ Result = TypeVar("Result")
 
 _AGAIN = 0.1  # seconds; a Ctrl-C that follows a deferred one sooner is a key that repeats, not a second one
 
-_deferred: list[float] = []  # when the interrupt came that waits for the end of a section; the main thread's own
+deferred: list[
+    float
+] = []  # when the interrupt came that waits for the end of a section; the main thread's own
 _previous: Callable[[int, Any], Any] = signal.default_int_handler
 _users = 0  # workers that live in this process; the main thread's own
 
@@ -56,7 +58,7 @@ class critical:
     def __exit__(self, *_: object) -> None:
         before = self._before
         thread.critical = before
-        if _deferred and not before:
+        if deferred and not before:
             deliver()
 
 
@@ -69,7 +71,7 @@ def interruptible(function: Callable[..., Result], *args: Any) -> Result:
     # leave it at zero.
     try:
         thread.critical = 0
-        if _deferred:
+        if deferred:
             deliver()
         result = function(*args)
         thread.critical = before
@@ -81,19 +83,20 @@ def interruptible(function: Callable[..., Result], *args: Any) -> Result:
 
 def deliver() -> None:
     """Raises the interrupt that was deferred, if this is the main thread."""
-    if thread.is_main and _deferred:
-        _deferred.clear()
+    if thread.is_main and deferred:
+        deferred.clear()
         _previous(signal.SIGINT, sys._getframe())
 
 
-def _on_signal(signum: int, frame: Any) -> None:
+def on_signal(signum: int, frame: Any) -> None:
+    """Handles SIGINT."""
     if thread.critical:
         now = time.monotonic()
-        if not _deferred:
-            _deferred.append(now)
-        if now - _deferred[0] < _AGAIN:
+        if not deferred:
+            deferred.append(now)
+        if now - deferred[0] < _AGAIN:
             return
-    _deferred.clear()
+    deferred.clear()
     _previous(signum, frame)
 
 
@@ -111,23 +114,23 @@ def guard() -> None:
     thread."""
     global _previous
     handler = getsignal(signal.SIGINT)
-    if handler is not _on_signal and _users and callable(handler):
+    if handler is not on_signal and _users and callable(handler):
         _previous = handler
-        signal.signal(signal.SIGINT, _on_signal)
+        signal.signal(signal.SIGINT, on_signal)
 
 
 def uninstall() -> None:
     """Restores the handler of SIGINT after the last worker has ended."""
     global _users
     _users = max(0, _users - 1)
-    if not _users and thread.is_main and getsignal(signal.SIGINT) is _on_signal:
+    if not _users and thread.is_main and getsignal(signal.SIGINT) is on_signal:
         signal.signal(signal.SIGINT, _previous)
 
 
 def _in_child() -> None:
     thread.is_main = True
     thread.critical = 0
-    _deferred.clear()
+    deferred.clear()
 
 
 os.register_at_fork(after_in_child=_in_child)

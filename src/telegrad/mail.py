@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
-from . import current
+from . import current, interrupts
 from .asking import Caller, ask
 from .codec import Body, Codec, Control
 from .errors import PeerLostError, RemoteError, TransportError, UnknownWorkerError, text_of
@@ -17,9 +18,10 @@ from .gradients.contexts import Context
 from .messages import Envelope, Failure, Hello, sender_of
 from .peers import Peers
 from .pending import PendingCall
-from .reading import Reader, Watch
+from .reading import Reader
 from .threads import Threads
 from .transport.base import Connection, Frames
+from .transport.lease import Turn
 from .waiter import Waiter
 
 
@@ -61,54 +63,68 @@ class Mail:
         Raises:
             PeerLostError: the worker is gone.
         """
+        thread = current.thread
+        before = thread.critical
+        thread.critical = before + 1
         try:
-            _, connection = self._peers.reach(to, timeout)
-        except UnknownWorkerError as error:
-            raise self._lost(to, "it has left the group") from error
-        except PeerLostError as error:
-            raise self._lost(to, str(error)) from error
-        try:
-            self._worker.send(connection, envelope, body, timeout, None, context)
-        except TransportError as error:
-            self._worker.on_lost(connection, str(error))
-            raise self._lost(to, str(error)) from error
+            try:
+                _, connection = self._peers.reach(to, timeout)
+            except UnknownWorkerError as error:
+                raise self._lost(to, "it has left the group") from error
+            except PeerLostError as error:
+                raise self._lost(to, str(error)) from error
+            try:
+                self._worker.send(connection, envelope, body, timeout, None, context)
+            except TransportError as error:
+                self._worker.on_lost(connection, str(error))
+                raise self._lost(to, str(error)) from error
+        finally:
+            thread.critical = before
+            if interrupts.deferred and not before:
+                interrupts.deliver()
 
     def _lost(self, worker_id: int, reason: str) -> PeerLostError:
         error = PeerLostError(f"worker {self.name_of(worker_id)!r} is gone: {reason}")
         error.worker_id = worker_id
         return error
 
-    def wait(self, waiter: Waiter, peer: int, deadline: float | None, watch: Watch | None) -> None:
-        """Waits until `waiter` is done, or for the deadline. It most likely comes from `peer`."""
+    def wait(self, waiter: Waiter, peer: int, deadline: float | None, turn: Turn | None) -> None:
+        """Waits until `waiter` is done, or for the deadline; reads meanwhile. It most likely comes from `peer`."""
         waiting = None
         if self.events.subscribers:
             waiting = self.events.span("wait", "pass", current.current_pass_id(), self.name_of(peer))
-        if watch is None or not watch.wait(waiter, deadline):
-            if current.thread.relieve is not None:
-                current.thread.relieve()
-            self._reader.wait_until(waiter, self._peers.connection_with(peer), deadline)
+        thread = current.thread
+        before = thread.critical
+        thread.critical = before + 1
+        try:
+            if turn is None and thread.relieve is not None:
+                thread.relieve()
+            self._reader.wait_until(waiter, deadline, turn)
+        finally:
+            thread.critical = before
+            if interrupts.deferred and not before:
+                interrupts.deliver()
         if waiting is not None:
             waiting.end()
 
-    def watch(self, peer: int) -> Watch | None:
-        """Has this thread read what that worker sends, while it works on a pass; `end()` ends it."""
+    def watch(self, peer: int) -> Turn | None:
+        """Has this thread read what arrives while it works on a pass; `end()` ends it. None: another thread reads."""
         if current.thread.relieve is not None:
             current.thread.relieve()
-        connection = self._peers.connection_with(peer)
         self._threads.start()  # one of which relieves this one, if need be
-        return None if connection is None else self._reader.watch(connection)
+        return self._reader.begin_turn()
 
     def ask(
         self, workers: Iterable[int], function: Callable[..., Any], args: Sequence[Any], seconds: float
     ) -> tuple[dict[int, Any], dict[int, Exception]]:
-        return ask(self._worker, workers, function, args, seconds)
+        return interrupts.interruptible(ask, self._worker, workers, function, args, seconds)
 
     def submit(self, task: Callable[[], None]) -> None:
         self._threads.submit(task)
 
     def later(self, seconds: float, task: Callable[[], None]) -> Callable[[], None]:
         """Gives what has a task run so long after it was called. It takes no lock: finalisers call it."""
-        return self._threads.new_timer(seconds, task)
+        return partial(self._threads.new_timer(task), seconds)
 
     def name_of(self, worker_id: int) -> str:
         return self._peers.name_of(worker_id)

@@ -118,6 +118,10 @@ class Peers:
             )
         return self._know(member)
 
+    def known(self, to: str | int | WorkerInfo) -> Peer | None:
+        """The peer of that name, id or WorkerInfo, if it is known here. Never blocks."""
+        return self._known.get(to if isinstance(to, str | int) else int(getattr(to, "id", PROBE_ID)))
+
     def name_of(self, id: int) -> str:
         """The name of a worker that was ever known here, also when it is gone. Never blocks."""
         return self._names.get(id, f"with id {id}")

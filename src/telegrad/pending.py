@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import SHARED_MEMORY_FROM
 from .errors import CallTimeoutError
+from .events import logger
 from .messages import Envelope
 from .transport.base import Connection, Frames
 from .waiter import Waiter
@@ -24,7 +25,7 @@ OVERHEAD_BYTES = 1024  # counted for each call in flight beside its bytes: a mil
 class PendingCall(Waiter):
     """A call from when it is sent until it was answered, failed or timed out.
 
-    Whoever takes it out of `PendingCalls` completes it, so it completes once.
+    The thread that takes it out of `PendingCalls` completes it, so it completes once.
     """
 
     __slots__ = (
@@ -50,17 +51,17 @@ class PendingCall(Waiter):
         self.caller_waits = True  # by this thread, at once
         self.claimed = False  # the answer was read, and is being handed on
         self.profiled: ProfiledCall | None = None  # of a caller that is profiled
-        self.reading = False  # its caller holds the connection's reading since before it was written
+        self.reading = False  # its caller holds the read lease since before it was written
 
     def left(self) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     def stop_reading(self) -> None:
-        """Passes the reading on, if its caller holds it since before the call was written."""
+        """Releases the read lease, if its caller holds it since before the call was written."""
         if self.reading:
             self.reading = False
             assert self.connection is not None
-            self.connection.pass_on()
+            self.connection.lease.release()
 
     def admit(self, nbytes: int) -> None:
         """Before it is written: waits for its place among the bytes in flight.
@@ -77,9 +78,7 @@ class PendingCall(Waiter):
         self.nbytes = nbytes
         if self.caller_waits and nbytes < SHARED_MEMORY_FROM:
             # The answer may be here before the write returns: be the one who reads it.
-            if connection.reading.acquire(blocking=False):
-                self.reading = True
-                connection.disarm()
+            self.reading = connection.lease.try_take()
 
     def leave_window(self) -> None:
         nbytes, self.nbytes = self.nbytes, 0
@@ -98,16 +97,22 @@ class PendingCall(Waiter):
 
 
 class PendingCalls:
-    """By message id. A thread of its own watches the deadlines of calls that nobody may be waiting for."""
+    """The calls in flight, by message id. A timer of the worker's expires those that no thread may be waiting for.
 
-    def __init__(self, name: str, on_expired: Callable[[PendingCall], None]) -> None:
-        self._name = name
+    `new_timer` makes a timer: a function that has a task run on a thread of the worker's, so many seconds after it was
+    called. `on_expired` completes a call whose time is over.
+    """
+
+    def __init__(
+        self,
+        on_expired: Callable[[PendingCall], None],
+        new_timer: Callable[[Callable[[], None]], Callable[[float], None]],
+    ) -> None:
         self._calls: dict[int, PendingCall] = {}  # its single operations are atomic
         self._on_expired = on_expired
-        self._changed = threading.Condition()  # guards all below
+        self._lock = threading.Lock()  # guards all below
         self._next_look = float("inf")
-        self._thread: threading.Thread | None = None
-        self._closed = False
+        self._set_timer = new_timer(self._expire)
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -118,11 +123,20 @@ class PendingCalls:
     def take(self, id: int) -> PendingCall | None:
         return self._calls.pop(id, None)
 
-    def claim(self, id: int) -> PendingCall | None:
-        """Takes out a call whose answer was read."""
-        call = self._calls.pop(id, None)
-        if call is not None:
-            call.claimed = True
+    def claim(self, id: int, connection: Connection) -> PendingCall | None:
+        """Takes out a call whose answer was read. Only the worker that was asked can answer."""
+        call = self._calls.get(id)
+        if call is None:
+            return None
+        if call.connection is not connection:
+            logger.warning(
+                "worker %r has answered a call of %s that was made to worker %r; the answer is dropped",
+                connection.peer.name, call.function, call.peer,
+            )  # fmt: skip
+            return None
+        if self._calls.pop(id, None) is None:
+            return None
+        call.claimed = True
         return call
 
     def take_all(self, connection: Connection | None) -> list[PendingCall]:
@@ -134,44 +148,27 @@ class PendingCalls:
         """Expires the call at its deadline. Calls whose callers wait watch themselves."""
         if call.deadline is None or call.deadline >= self._next_look:
             return
-        with self._changed:
-            if call.deadline < self._next_look and not self._closed:
+        with self._lock:
+            if call.deadline < self._next_look:
                 self._next_look = call.deadline
-                if self._thread is None:
-                    name = f"telegrad-{self._name}-deadlines"
-                    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                    self._thread.start()
-                self._changed.notify()
+                self._set_timer(call.deadline - time.monotonic())
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._closed and (left := self._next_look - time.monotonic()) > 0:
-                    self._changed.wait(None if left == float("inf") else left)
-                if self._closed:
-                    return
-                self._next_look = float("inf")
-            # A call that is added from here on with an earlier deadline sets _next_look again.
-            now = time.monotonic()
-            soonest = float("inf")
-            for call in list(self._calls.values()):
-                if call.deadline is None:
-                    continue
-                if call.deadline <= now:
-                    if self.take(call.id) is not None:
-                        self._on_expired(call)
-                else:
-                    soonest = min(soonest, call.deadline)
-            with self._changed:
-                self._next_look = min(self._next_look, soonest)
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+    def _expire(self) -> None:
+        """Completes the calls whose time is over, and sets the timer for the next one."""
+        with self._lock:
+            self._next_look = float("inf")  # a call that is watched from here on sets the timer itself
+        now = time.monotonic()
+        soonest: PendingCall | None = None
+        for call in list(self._calls.values()):
+            if call.deadline is None:
+                continue
+            if call.deadline > now:
+                if soonest is None or call.deadline < soonest.deadline:  # type: ignore[operator]
+                    soonest = call
+            elif self.take(call.id) is not None:
+                self._on_expired(call)
+        if soonest is not None:
+            self.watch(soonest)
 
 
 class Window:
@@ -186,38 +183,41 @@ class Window:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lock = threading.Lock()  # guards both below
-        self._bytes: dict[int, int] = {}
-        self._room = threading.Condition(self._lock)
-        self._waiting = 0
+        self._lock = threading.Lock()  # guards the bytes; held for a moment only
+        self._bytes: dict[int, int] = {}  # by depth
+        self._waiting: list[Waiter] = []  # its single operations are atomic
 
     def enter(self, nbytes: int, depth: int, timeout: float | None) -> bool:
         """Counts the bytes in, when there is room (one message always fits); False if the time was over."""
+        if self._enter(nbytes, depth):
+            return True
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            waiter = Waiter()
+            self._waiting.append(waiter)
+            if self._enter(nbytes, depth):  # bytes have left before they could see the waiter
+                return True
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            waiter.sleep(left)
+
+    def _enter(self, nbytes: int, depth: int) -> bool:
         with self._lock:
             used = self._bytes.get(depth, 0)
             if used and used + nbytes > self._limit:
-                if not self._wait_locked(nbytes, depth, timeout):
-                    return False
-                used = self._bytes.get(depth, 0)
+                return False
             self._bytes[depth] = used + nbytes
             return True
-
-    def _wait_locked(self, nbytes: int, depth: int, timeout: float | None) -> bool:
-        def has_room() -> bool:
-            used = self._bytes.get(depth, 0)
-            return not used or used + nbytes <= self._limit
-
-        self._waiting += 1
-        try:
-            return self._room.wait_for(has_room, timeout)
-        finally:
-            self._waiting -= 1
 
     def leave(self, nbytes: int, depth: int) -> None:
         with self._lock:
             self._bytes[depth] -= nbytes
-            if self._waiting:
-                self._room.notify_all()
+        while self._waiting:
+            try:
+                self._waiting.pop().set_done()
+            except IndexError:
+                return
 
     def bytes_in_flight(self) -> int:
         with self._lock:

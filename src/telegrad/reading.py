@@ -1,10 +1,10 @@
-"""Who reads, and when: threads of the worker on duty, or a caller that waits for its own answer.
+"""Reading for one worker: from connections that have something to read to messages that are handed on.
 
-    a connection is readable  -> on_readable, on a thread of the worker's: reads, and runs what it read (duty.py)
-    a caller waits            -> wait_for, on its thread: reads for itself while nobody else does
+    something has arrived, and no thread reads   -> serve(), on an idle thread: reads, and runs what it read
+    a thread waits for an answer, or for a pass  -> wait_for(), wait_until(): reads for itself, if no thread does
 
-There is always somebody who reads or is woken to read: whoever stops reading arms the connection. What is
-read is handed on only after the reading was passed on, or by a thread that can be relieved of it.
+The right to read is the lease of transport/lease.py, and its rules hold here: what is read is handed on only after the
+lease was released, or inside of a Turn that can be relieved of it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,16 @@ from typing import Any, NamedTuple
 
 from . import current
 from .codec import Codec
-from .duty import Duty, Roster
 from .errors import ConnectionClosedError, TelegradError
 from .events import logger
 from .messages import Envelope, Kind
 from .pending import PendingCall, PendingCalls
 from .threads import Threads
 from .transport.base import Connection, Frames
+from .transport.lease import ReadLease, Turn
 from .waiter import Waiter
 
 _GRACE = 1.0  # seconds
-_PATIENCE = (
-    2e-3  # seconds that a thread reads for itself, where what it waits for may also come from elsewhere
-)
 _ANSWERS = frozenset((int(Kind.REPLY), int(Kind.FAILURE)))
 
 
@@ -52,15 +49,15 @@ def _answers_first(message: Incoming) -> bool:
 
 
 class Reader:
-    """Of one worker. `receive` gets each message, and the call that the thread waits for, if it does."""
+    """Reads for one worker. `receive` gets each message, and the call that the thread waits for, if it does."""
 
     def __init__(
         self,
         name: str,
+        lease: ReadLease,
         codec: Codec,
         pending: PendingCalls,
         threads: Threads,
-        roster: Roster,
         *,
         receive: Callable[[Incoming, PendingCall | None], None],
         on_expired: Callable[[PendingCall], None],
@@ -71,10 +68,10 @@ class Reader:
         on_marked: Callable[[Envelope, Connection, Frames, float], None],
     ) -> None:
         self._name = name
+        self._lease = lease
         self._codec = codec
         self._pending = pending
         self._threads = threads
-        self._roster = roster
         self._receive = receive
         self._on_expired = on_expired
         self._on_lost = on_lost
@@ -82,116 +79,135 @@ class Reader:
         self._arrive = arrive
         self._on_control = on_control
         self._on_marked = on_marked
+        lease.on_readable = self.serve
 
     # -- on threads of the worker ----------------------------------------------------------------------
 
-    def adopt(self, connection: Connection) -> None:
-        """Reads a connection from here on."""
-        connection.on_readable = self._on_readable
-        connection.arm()
-
-    def _on_readable(self, connection: Connection) -> None:
-        """On a thread of ours, when something has arrived and nobody was reading. See duty.py."""
-        if not connection.reading.acquire(blocking=False):
-            return  # somebody else reads, and arms the connection when done
-        duty = Duty(connection, self._hand_on)
-        self._roster.begin(duty)
+    def serve(self) -> None:
+        """Reads and runs what was read, until nothing more comes or the thread is relieved. The lease is held."""
+        lease = self._lease
+        turn = Turn(lease, self._hand_on)
+        linger = 0.0
         try:
-            linger = 0.0
-            while found := self._read(connection, linger):
+            while found := self._read(linger):
                 called = not all(message.is_answer for message in found)
                 if called and len(found) > 1:
                     found.sort(key=_answers_first)
-                duty.waiting.extend(found)
+                turn.waiting.extend(found)
                 del found
-                if not self._run_waiting(duty):
+                if not self._run_waiting(turn):
                     return
-                # Whoever called is likely to call again at once: to be there saves it a wake-up.
-                linger = connection.linger if called else 0.0
+                # A caller is likely to call again at once: to be there saves it a wake-up.
+                linger = lease.linger if called else 0.0
                 if not linger:
-                    connection.pass_on()
+                    lease.release()
                     return
         finally:
-            self._roster.end(duty)
+            turn.end()
 
-    def _run_waiting(self, duty: Duty) -> bool:
-        """Hands on what was read, one after the other; whether the thread is still on duty after it."""
-        while duty.waiting:
-            message = duty.waiting.popleft()
-            self._roster.leave(duty)
+    def _run_waiting(self, turn: Turn) -> bool:
+        """Hands on what was read, one after the other; whether the thread still has the lease after it."""
+        while turn.waiting:
+            message = turn.waiting.popleft()
+            turn.leave()
             try:
                 self._receive(message, None)
-            except Exception:  # whatever it was, the connection must be read again
+            except BaseException:  # also a SystemExit: the thread is the worker's, and reads for all
                 logger.exception("worker %r: a message could not be handled", self._name)
             del message
-            if not duty.take_back():
+            if not turn.take_back():
                 return False
         return True
 
     def _hand_on(self, message: Incoming) -> None:
         self._threads.submit(lambda: self._receive(message, None))
 
-    def _read(self, connection: Connection, timeout: float | None) -> list[Incoming]:
-        """Reads once. The caller holds `reading`, and still does after it if anything was found.
+    def _read(self, timeout: float | None, waiter: Waiter | None = None) -> list[Incoming]:
+        """Reads once. The lease is held, and is released if nothing was found.
 
-        An answer is claimed here, while reading: whoever takes the reading next to wait for that answer must
-        see that it has come already. So must, what a message says of gradients be known before anything that was
-        sent after it is looked at.
+        An answer is claimed here: a thread that takes the lease next, to wait for that answer, must see that it has
+        come already. And what a message says of gradients must be known before a message that was sent after it is
+        looked at.
         """
         found: list[Incoming] = []
+        lost: list[tuple[Connection, Exception]] | None = None
         try:
-            for frames in connection.read(timeout):
-                envelope = self._codec.open(frames)
-                opened = time.perf_counter() if envelope.profiling is not None else 0.0
-                call = deadline = task = None
-                if envelope.autograd is not None:
-                    self._merge(envelope, connection)
-                if envelope.lent or envelope.creates or envelope.dropped:
-                    frames = frames._replace(keep=self._arrive(envelope, connection.peer.id))
-                if envelope.kind == Kind.CALL:
-                    if envelope.timeout is not None:
-                        deadline = time.monotonic() + envelope.timeout
-                elif envelope.kind in _ANSWERS:
-                    call = self._pending.claim(envelope.reply_to)
-                else:
-                    task = self._on_control(connection.peer.id, envelope, frames)
-                found.append(Incoming(connection, envelope, frames, deadline, call, task))
-                if opened:
-                    self._on_marked(envelope, connection, frames, opened)
-        except TelegradError as error:
-            level = logging.DEBUG if isinstance(error, ConnectionClosedError) else logging.WARNING
-            logger.log(
-                level, "worker %r: the connection with %r ends: %s", self._name, connection.peer.name, error
-            )
-            connection.reading.release()
-            self._hand_out(found, None)
-            self._on_lost(connection, str(error))
-            return []
-        except BaseException:  # Ctrl-C on a thread that reads: what it has claimed, others may wait for
-            connection.pass_on()
+            for connection in self._lease.wait(timeout, waiter):
+                try:
+                    for frames in connection.receive():
+                        self._open(connection, frames, found)
+                except Exception as error:
+                    lost = [*(lost or ()), (connection, error)]
+        except BaseException:  # Ctrl-C while waiting
+            self._lease.release()
             self._hand_out(found, None)
             raise
+        if lost is not None:
+            self._lease.release()
+            self._hand_out(found, None)
+            for connection, reason in lost:
+                self._end(connection, reason)
+            return []
         if not found:
-            connection.pass_on()
+            self._lease.release()
         return found
 
-    def _hand_out(self, found: list[Incoming], here: PendingCall | None) -> None:
-        """Completes calls that were answered, and has others run the rest: this thread may be a user's."""
-        for message in found:
-            if message.envelope.kind == Kind.CALL or message.task is not None:
-                self._hand_on(message)
-            else:
-                self._receive(message, here)
+    def _open(self, connection: Connection, frames: Frames, found: list[Incoming]) -> None:
+        """Opens a message, and does what must be done in the order of messages."""
+        envelope = self._codec.open(frames)
+        opened = time.perf_counter() if envelope.profiling is not None else 0.0
+        call = deadline = task = None
+        if envelope.autograd is not None:
+            self._merge(envelope, connection)
+        if envelope.lent or envelope.creates or envelope.dropped:
+            frames = frames._replace(keep=self._arrive(envelope, connection.peer.id))
+        if envelope.kind == Kind.CALL:
+            if envelope.timeout is not None:
+                deadline = time.monotonic() + envelope.timeout
+        elif envelope.kind in _ANSWERS:
+            call = self._pending.claim(envelope.reply_to, connection)
+        else:
+            task = self._on_control(connection.peer.id, envelope, frames)
+        found.append(Incoming(connection, envelope, frames, deadline, call, task))
+        if opened:
+            self._on_marked(envelope, connection, frames, opened)
 
-    # -- on a caller's thread --------------------------------------------------------------------------
+    def _end(self, connection: Connection, error: Exception) -> None:
+        """A connection has ended, or its peer sends what makes no sense."""
+        if isinstance(error, TelegradError):
+            level = logging.DEBUG if isinstance(error, ConnectionClosedError) else logging.WARNING
+            text = "worker %r: the connection with %r ends: %s"
+            logger.log(level, text, self._name, connection.peer.name, error)
+        else:
+            text = "worker %r: a message of %r could not be opened, and its connection ends"
+            logger.error(text, self._name, connection.peer.name, exc_info=error)
+        self._on_lost(connection, str(error))
+
+    def _hand_out(self, found: list[Incoming], here: PendingCall | None) -> None:
+        """Completes calls that were answered, and has other threads run the rest: this one may be a user's. The lease
+        is not held, or can be relieved. Others may wait for what was claimed, so all of it is handed out, whatever
+        happens with one."""
+        left = len(found)
+        try:
+            for message in found:
+                left -= 1
+                if message.envelope.kind == Kind.CALL or message.task is not None:
+                    self._hand_on(message)
+                else:
+                    self._receive(message, here)
+        except BaseException:
+            for message in found[len(found) - left :]:
+                self._hand_on(message)
+            raise
+
+    # -- on a thread that waits ------------------------------------------------------------------------
 
     def wait_for(self, call: PendingCall, timeout: float | None) -> None:
-        """Waits until the call is done, or for `timeout` seconds. Reads the answer itself if nobody reads."""
+        """Waits until the call is done, or for `timeout` seconds. Reads the answer itself if no other thread reads."""
         if current.thread.relieve is not None:
             current.thread.relieve()
         until = None if timeout is None else time.monotonic() + timeout
-        connection = call.connection
-        assert connection is not None
+        lease = self._lease
         while not call.done:
             left = call.left()
             if left == 0 and (self._pending.take(call.id) is not None or self._is_given_up(call)):
@@ -201,115 +217,62 @@ class Reader:
                 left = min(until - time.monotonic(), float("inf") if left is None else left)
                 if left <= 0:
                     return
-            if call.claimed or not connection.reading.acquire(blocking=False):
+            if call.claimed or not lease.try_take():
                 call.sleep(_GRACE if left == 0 else left)
             elif call.claimed or call.done:
-                connection.pass_on()
+                lease.release()
             else:
-                connection.disarm()
                 self.read_for(call, left)
 
-    def wait_until(self, waiter: Waiter, connection: Connection | None, deadline: float | None) -> None:
-        """Waits until `waiter` is done, or for the deadline. Reads the connection itself for a moment: what is waited
-        for most likely comes there. Then it sleeps, and others read: it may come from elsewhere, too."""
-        patience = time.monotonic() + _PATIENCE
-        while not waiter.done:
-            now = time.monotonic()
-            left = None if deadline is None else deadline - now
-            if left is not None and left <= 0:
-                return
-            if connection is None or now >= patience or not connection.reading.acquire(blocking=False):
-                waiter.sleep(left)
-            elif waiter.done:
-                connection.pass_on()
-            else:
-                connection.disarm()
-                found = self._read(connection, patience - now)
-                if found:
-                    connection.pass_on()
-                    self._hand_out(found, None)
-
-    def _is_given_up(self, call: PendingCall) -> bool:
-        """Whether whoever claimed the answer of a call, whose time is over, has had long enough to hand it over.
-        That takes microseconds, unless the thread was interrupted in between."""
-        return call.future is None and time.monotonic() - (call.deadline or 0.0) > _GRACE
-
     def read_for(self, call: PendingCall, timeout: float | None) -> None:
-        """Reads once on behalf of a call, by the thread that waits for it. `reading` is held, and released."""
-        connection = call.connection
-        assert connection is not None
-        found = self._read(connection, timeout)
+        """Reads once on behalf of a call, by the thread that waits for it. The lease is held, and released."""
+        found = self._read(timeout, call)
         if found:
-            connection.pass_on()
+            self._lease.release()
             self._hand_out(found, call)
 
-    # -- on a thread that works on a pass --------------------------------------------------------------
+    def _is_given_up(self, call: PendingCall) -> bool:
+        """Whether the thread that claimed the answer of a call, whose time is over, has had long enough to hand it
+        over. That takes microseconds, unless no thread could be started for it."""
+        return call.future is None and time.monotonic() - (call.deadline or 0.0) > _GRACE
 
-    def watch(self, connection: Connection) -> Watch | None:
-        """The calling thread reads this connection from time to time, until `end`; None if somebody else does."""
-        if not connection.reading.acquire(blocking=False):
-            return None
-        connection.disarm()
-        return Watch(self, connection)
-
-    def read_once(self, connection: Connection, timeout: float) -> bool:
-        """Reads and hands out, and keeps `reading` if anything was found."""
-        found = self._read(connection, timeout)
-        self._hand_out(found, None)
-        return bool(found)
-
-    def new_duty(self, connection: Connection) -> Duty:
-        duty = Duty(connection, self._hand_on)
-        self._roster.begin(duty)
-        self._roster.leave(duty)
-        return duty
-
-    def end_duty(self, duty: Duty) -> None:
-        self._roster.end(duty)
-
-    def leave_again(self, duty: Duty) -> None:
-        self._roster.leave(duty)
-
-
-class Watch:
-    """A thread that expects messages of one connection while it does something else, as the root of a pass does.
-
-    Others would be woken for each of them, and hold up the thread that they are for. Like any thread on duty it
-    is relieved of the reading when it makes a call of its own, or has not looked for a while.
-    """
-
-    def __init__(self, reader: Reader, connection: Connection) -> None:
-        self._reader = reader
-        self._connection = connection
-        self._duty: Duty | None = reader.new_duty(connection)
-
-    def wait(self, waiter: Waiter, deadline: float | None) -> bool:
-        """Reads until `waiter` is done; False if that is to be waited for in another way."""
-        duty = self._duty
-        if duty is None or not duty.take_back():
-            return False
-        patience = time.monotonic() + _PATIENCE
-        if deadline is not None:
-            patience = min(patience, deadline)
+    def wait_until(self, waiter: Waiter, deadline: float | None, turn: Turn | None = None) -> None:
+        """Waits until `waiter` is done, or for the deadline. Reads if no other thread does; with a `turn` of this
+        thread's that was not relieved, the thread has the lease still, and has it after."""
+        if waiter.done:
+            return
+        if turn is not None and turn.take_back():
+            if turn.waiting:
+                turn.pass_waiting_on()
+            while found := self._read(_left(deadline), waiter):
+                turn.leave()
+                self._hand_out(found, None)
+                if waiter.done:
+                    return
+                if not turn.take_back():
+                    break
+        lease = self._lease
         while not waiter.done:
-            left = patience - time.monotonic()
-            if left <= 0:
-                self._give_up(duty)
-                self._connection.pass_on()
-                return False
-            if not self._reader.read_once(self._connection, left):
-                self._give_up(duty)
-                return waiter.done
-        self._reader.leave_again(duty)
-        return True
+            left = _left(deadline)
+            if left == 0:
+                return
+            if not lease.try_take():
+                waiter.sleep(left)
+            elif waiter.done:
+                lease.release()
+            elif found := self._read(left, waiter):
+                lease.release()
+                self._hand_out(found, None)
 
-    def _give_up(self, duty: Duty) -> None:
-        self._duty = None
-        self._reader.end_duty(duty)
+    def begin_turn(self) -> Turn | None:
+        """Lets the calling thread keep the lease while it works on a pass, until the turn's end; None if another thread
+        has it. Others would be woken for each message of the pass, and hold up the thread that it is for."""
+        if not self._lease.try_take():
+            return None
+        turn = Turn(self._lease, self._hand_on)
+        turn.leave()
+        return turn
 
-    def end(self) -> None:
-        duty = self._duty
-        if duty is not None:
-            self._give_up(duty)
-            if duty.take_back():
-                self._connection.pass_on()
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -22,6 +22,7 @@ from .dispatch import MAY_WAIT
 from .errors import CallTimeoutError, EncodeError, GradientError, NotStartedError, PeerLostError
 from .futures import Future
 from .handles import Handle
+from .interrupts import critical
 from .messages import WorkerInfo
 from .pending import effective_timeout
 from .references import Entry, Owned
@@ -248,7 +249,8 @@ def create(
     timeout: float | None,
 ) -> RRef[Any]:
     """See rpc.remote()."""
-    return RRef._of(worker, worker.create(to, function, args, kwargs, _given(timeout)))
+    with critical():  # an interrupt must not come between the value and its handle
+        return RRef._of(worker, worker.create(to, function, args, kwargs, _given(timeout)))
 
 
 def _received(id: int, owner: int) -> RRef[Any]:

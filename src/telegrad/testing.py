@@ -26,6 +26,7 @@ from .messages import Hello
 from .threads import Threads
 from .transport.base import Buffer, Connection, Frames, Transport
 from .transport.inproc import Hub, InprocTransport
+from .transport.lease import ReadLease
 from .transport.poller import Poller
 from .transport.tcp import TcpTransport
 from .transport.unix import UnixTransport
@@ -41,11 +42,11 @@ Check = Callable[[Connection, Connection], None]
 
 
 def check_transport(make: MakePair, checks: Sequence[Check] | None = None) -> None:
-    """Holds a transport to its contract: order, sizes, privacy, waiting, arming, back-pressure, endings.
+    """Holds a transport to its contract: order, sizes, privacy, waiting, waking, back-pressure, endings.
 
-    `make(options)` is a context manager that gives the two ends of one connection, made with these options
-    and not armed. While it lasts it calls `on_readable` of ends that are armed, on threads of its own; at its
-    end it disposes of both ends, which may have been disposed of before. `checks` are all of them, or some.
+    `make(options)` is a context manager that gives the two ends of one connection, made with these options, each with
+    a read lease of its own, and open. While it lasts it polls for both leases on threads of its own; at its end it
+    disposes of both ends, which may have been disposed of before. `checks` are all of them, or some.
 
     Raises:
         AssertionError: what the transport does not keep to. Whatever else a check runs into goes through.
@@ -63,17 +64,36 @@ def check_transport(make: MakePair, checks: Sequence[Check] | None = None) -> No
                     raise
 
 
+class _Side:
+    """What one end of a connection needs of a worker: a lease, and threads that poll for it."""
+
+    def __init__(self, name: str) -> None:
+        self.poller = Poller()
+        self.lease = ReadLease(self.poller, OPTIONS.spin)
+        self.lease.try_take()  # until a check has threads read: see _serve
+        self.threads = Threads(name, self.poller, idle_timeout=60.0, on_start=lambda: None)
+        self.threads.start()
+
+    def transport(self, name: str, hub: Hub, options: Options) -> Transport:
+        if name == "inproc":
+            return InprocTransport(hub, self.lease, options)
+        return {"unix": UnixTransport, "tcp": TcpTransport}[name](self.poller, self.lease, options)
+
+    def close(self) -> None:
+        if not self.threads.close(timeout=WAIT):
+            raise AssertionError("a thread that was woken to read never came back")
+        self.lease.try_take()  # unless it is held still
+        self.lease.release()
+        self.lease.close()
+        self.poller.close()
+
+
 @contextmanager
 def connected(transport: str, options: Options = OPTIONS) -> Iterator[Pair]:
-    """Two connected ends of "inproc", "unix" or "tcp", with threads that call on_readable."""
-    poller = Poller()
-    threads = Threads("testing", poller, idle_timeout=60.0, on_start=lambda: None)
-    threads.start()
-    way: Transport
-    if transport == "inproc":
-        way = InprocTransport(Hub(), threads.submit, options)
-    else:
-        way = {"unix": UnixTransport, "tcp": TcpTransport}[transport](poller, options)
+    """Two connected ends of "inproc", "unix" or "tcp", each with a lease and threads of its own. The lease is held, by
+    the check, which reads for itself, or lets the threads read."""
+    sides = [_Side("near"), _Side("far")]
+    hub = Hub()
     accepted: list[Connection] = []
     arrived = threading.Event()
 
@@ -81,19 +101,37 @@ def connected(transport: str, options: Options = OPTIONS) -> Iterator[Pair]:
         accepted.append(connection)
         arrived.set()
 
-    listener = way.listen(lambda hello: Hello("testing", 2, "far"), on_connection)
+    far = sides[1].transport(transport, hub, options)
+    listener = far.listen(lambda hello: Hello("testing", 2, "far"), on_connection)
     ends: list[Connection] = []
     try:
-        ends.append(way.connect(listener.address, Hello("testing", 1, "near", to=2), timeout=WAIT))
+        near = sides[0].transport(transport, hub, options)
+        ends.append(near.connect(listener.address, Hello("testing", 1, "near", to=2), timeout=WAIT))
         _wait_for(arrived, "the connection was not accepted")
+        for end in (*ends, *accepted):
+            end.open()
         yield ends[0], accepted[0]
     finally:
         listener.close()
         for end in (*ends, *accepted):
             end.dispose()
-        if not threads.close(timeout=WAIT):
-            raise AssertionError("a thread that called on_readable never came back")
-        poller.close()
+        for side in sides:
+            side.close()
+
+
+def read(end: Connection, timeout: float | None) -> list[Frames]:
+    """The messages that have arrived at an end; waits for the first so long. The caller holds the lease.
+
+    Raises:
+        ConnectionClosedError, ProtocolError: as Connection.receive.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        found = end.receive()
+        left = None if deadline is None else deadline - time.monotonic()
+        if found or (left is not None and left <= 0):
+            return found
+        end.lease.wait(left)
 
 
 # -- order, sizes, privacy -------------------------------------------------------------------------------
@@ -210,17 +248,16 @@ def uses_memory_again(one: Connection, other: Connection) -> None:
 def waits_as_long_as_it_is_told(one: Connection, other: Connection) -> None:
     for timeout in (0, 0.0, 1e-4, 0.02):
         began = time.monotonic()
-        with other.reading:
-            _expect(other.read(timeout) == [], "read() found a message that nobody sent")
-        _expect(time.monotonic() - began < timeout + WAIT / 4, f"read({timeout}) did not come back in time")
+        _expect(read(other, timeout) == [], "receive() found a message that was not sent")
+        _expect(time.monotonic() - began < timeout + WAIT / 4, f"wait({timeout}) did not come back in time")
     for limit in (None, WAIT):
         about_to_read = threading.Event()
 
-        def read(limit: float | None, about_to_read: threading.Event) -> list[Frames]:
+        def read_one(limit: float | None, about_to_read: threading.Event) -> list[Frames]:
             about_to_read.set()
             return _read(other, 1, limit)
 
-        reading = _Task(read, limit, about_to_read)
+        reading = _Task(read_one, limit, about_to_read)
         _wait_for(about_to_read, "the reader did not start")
         one.write(_message(1, 100))
         _expect_message(reading.result()[0], 1, 100)
@@ -230,58 +267,54 @@ def waits_as_long_as_it_is_told(one: Connection, other: Connection) -> None:
         _expect_message(frames, n, 100)
 
 
-def calls_on_readable_once(one: Connection, other: Connection) -> None:
-    calls: list[int] = []
+def wakes_a_thread_when_the_lease_is_free(one: Connection, other: Connection) -> None:
     called = threading.Event()
+    lease = other.lease
 
-    def on_readable(connection: Connection) -> None:
-        _expect(connection is other, "on_readable got another connection")
-        calls.append(threading.get_ident())
-        called.set()
+    def on_readable() -> None:
+        lease.wait(0)  # which answers the bell, as whoever reads does
+        called.set()  # and keeps the lease
 
     def expect_call(why: str) -> None:
-        _wait_for(called, f"on_readable was not called {why}")
+        _wait_for(called, f"no thread was woken {why}")
         called.clear()
-        _expect(not called.wait(QUIET), f"on_readable was called twice {why}")
 
     def expect_none(why: str) -> None:
-        _expect(not called.wait(QUIET), f"on_readable was called {why}")
+        _expect(not called.wait(QUIET), f"a thread was woken {why}")
 
-    other.on_readable = on_readable
+    lease.on_readable = on_readable
     one.write(_message(0, 10))
-    expect_none("though it was not armed")
-    other.arm()
+    expect_none("though the lease was held")
+    lease.release()
     expect_call("when there was something already")
     one.write(_message(1, 10))
-    expect_none("though it was not armed again")
+    expect_none("though the lease was held")
     _read(other, 2)
-    other.arm()
+    lease.wait(0)
+    lease.release()
     expect_none("though everything was read")
     one.write(_message(2, 10))
     expect_call("when a message came")
     _read(other, 1)
-    other.arm()
-    other.disarm()
-    one.write(_message(3, 10))
-    expect_none("though it was disarmed")
-    other.arm()
-    expect_call("when it was armed after it had been disarmed")
-    _read(other, 1)
-    other.arm()
+    lease.release()
     one.abort()
     expect_call("when the peer ended the connection")
-    _expect(threading.get_ident() not in calls, "on_readable was called by the one who armed it")
 
 
-def passes_reading_on(one: Connection, other: Connection) -> None:
-    """Threads take turns, in the middle of messages too; then the threads behind on_readable do."""
+def passes_the_lease_on(one: Connection, other: Connection) -> None:
+    """Threads take turns, in the middle of messages too; then the threads that are woken do."""
     count, size = 30, 700 * KIB
     found: list[Frames] = []
+    other.lease.on_readable = other.lease.release
+    other.lease.release()
 
     def read_in_turns() -> None:
         while len(found) < count:
-            with other.reading:
-                found.extend(other.read(1e-3))
+            if other.lease.try_take():
+                found.extend(read(other, 1e-3))
+                other.lease.release()
+            else:
+                time.sleep(1e-4)
 
     readers = [_Task(read_in_turns) for _ in range(3)]
     for n in range(count):
@@ -290,6 +323,7 @@ def passes_reading_on(one: Connection, other: Connection) -> None:
         reader.result()
     for n, frames in enumerate(found):
         _expect_message(frames, n, size)
+    _take(other)
     _serve(other, lambda end, found: [end.write(frames, WAIT) for frames in found])
     for n in range(100):
         one.write(_message(n, n * KIB), timeout=WAIT)
@@ -315,7 +349,7 @@ def stops_a_writer_whose_peer_does_not_read(one: Connection, other: Connection) 
 
 
 def lets_both_ends_write_while_they_wait(one: Connection, other: Connection) -> None:
-    """Both hold `reading` and write more than the other takes at once: before_waiting lets it go."""
+    """Both hold their lease and write more than the other takes at once: before_waiting releases it."""
     size, count = 256 * KIB, 200
     got: dict[Connection, list[Frames]] = {one: [], other: []}
     done = {one: threading.Event(), other: threading.Event()}
@@ -327,14 +361,12 @@ def lets_both_ends_write_while_they_wait(one: Connection, other: Connection) -> 
 
     def write(connection: Connection) -> None:
         for n in range(count):
-            held = [None] if connection.reading.acquire(blocking=False) else []
-            if held:
-                connection.disarm()
+            held = [None] if connection.lease.try_take() else []
 
             def let_go(held: list[None] = held) -> None:
                 if held:
                     held.pop()
-                    connection.pass_on()
+                    connection.lease.release()
 
             connection.write(_message(n, size), timeout=WAIT, before_waiting=let_go)
             let_go()
@@ -372,16 +404,15 @@ def refuses_what_is_too_large(one: Connection, other: Connection) -> None:
 def wakes_readers_when_it_ends(one: Connection, other: Connection) -> None:
     begun = threading.Barrier(3)
 
-    def read(end: Connection) -> str:
-        with end.reading:
-            begun.wait(WAIT)
-            try:
-                while True:
-                    end.read(None)
-            except ConnectionClosedError as error:
-                return str(error)
+    def read_on(end: Connection) -> str:
+        begun.wait(WAIT)
+        try:
+            while True:
+                read(end, None)
+        except ConnectionClosedError as error:
+            return str(error)
 
-    tasks = [_Task(read, end) for end in (one, other)]
+    tasks = [_Task(read_on, end) for end in (one, other)]
     begun.wait(WAIT)
     one.abort("enough")
     near, far = (task.result() for task in tasks)
@@ -409,6 +440,7 @@ def wakes_writers_when_it_ends(one: Connection, other: Connection) -> None:
     one.abort()
     tasks[0].result()
     one.dispose()
+    one.lease.wait(0)  # the holder of the lease comes round
     tasks[1].result()
     _expect_closed(one)
     _expect_closed(other)
@@ -416,6 +448,9 @@ def wakes_writers_when_it_ends(one: Connection, other: Connection) -> None:
 
 def can_be_disposed_of_at_any_time(one: Connection, other: Connection) -> None:
     answering = threading.Event()
+    for end in (one, other):
+        end.lease.on_readable = end.lease.release
+        end.lease.release()
 
     def keep_writing() -> None:
         try:
@@ -427,8 +462,11 @@ def can_be_disposed_of_at_any_time(one: Connection, other: Connection) -> None:
     def keep_reading() -> None:
         try:
             while True:
-                with other.reading:
-                    other.read(0.01)
+                if other.lease.try_take():
+                    try:
+                        read(other, 0.01)
+                    finally:
+                        other.lease.release()
                 answering.set()
         except ConnectionClosedError:
             return
@@ -441,10 +479,10 @@ def can_be_disposed_of_at_any_time(one: Connection, other: Connection) -> None:
     for end in (one, other):
         end.dispose()
         end.abort()
-        end.arm()
-        end.disarm()
+        end.open()
         end.tick()
         _expect(end.statistics().transport == end.transport, "statistics() of a connection that has ended")
+        _take(end)
         _expect_closed(end)
 
 
@@ -471,8 +509,8 @@ ALL_CHECKS: tuple[Check, ...] = (
     leaves_buffers_to_their_receiver,
     uses_memory_again,
     waits_as_long_as_it_is_told,
-    calls_on_readable_once,
-    passes_reading_on,
+    wakes_a_thread_when_the_lease_is_free,
+    passes_the_lease_on,
     stops_a_writer_whose_peer_does_not_read,
     lets_both_ends_write_while_they_wait,
     refuses_what_is_too_large,
@@ -549,8 +587,7 @@ def _read(end: Connection, count: int, timeout: float | None = 0.1) -> list[Fram
     deadline = time.monotonic() + WAIT
     found: list[Frames] = []
     while len(found) < count:
-        with end.reading:
-            found += end.read(timeout)
+        found += read(end, timeout)
         if len(found) < count and time.monotonic() > deadline:
             raise AssertionError(f"{len(found)} of {count} messages came within {WAIT:.0f} s")
     _expect(len(found) == count, "more messages came than were sent")
@@ -562,8 +599,7 @@ def _read_until(end: Connection, header: bytes) -> list[Frames]:
     found: list[Frames] = []
     deadline = time.monotonic() + WAIT
     while not found or found[-1].header != header:
-        with end.reading:
-            found += end.read(0.1)
+        found += read(end, 0.1)
         _expect(time.monotonic() < deadline, f"{header!r} did not come within {WAIT:.0f} s")
     return found[:-1]
 
@@ -578,37 +614,43 @@ def _fill(end: Connection, size: int, waited: threading.Event) -> int:
     raise AssertionError(f"{200 * MIB} bytes were taken by a peer that does not read")
 
 
+def _take(end: Connection) -> None:
+    """Takes the lease of an end, which is free or about to be."""
+    deadline = time.monotonic() + WAIT
+    while not end.lease.try_take():
+        _expect(time.monotonic() < deadline, "the lease was not released")
+        time.sleep(1e-3)
+
+
 def _serve(end: Connection, on_messages: Callable[[Connection, list[Frames]], object]) -> None:
-    """Lets the threads behind on_readable take turns at an end, as those of a worker do."""
+    """Lets the threads that are woken take turns at an end, as those of a worker do. Releases the lease."""
+    lease = end.lease
 
-    def on_readable(connection: Connection) -> None:
-        if not connection.reading.acquire(blocking=False):
-            return  # somebody else reads, and arms the connection when done
+    def on_readable() -> None:
         try:
-            found = connection.read(0)
+            found = [frames for connection in lease.wait(0) for frames in connection.receive()]
         except ConnectionClosedError:
-            connection.reading.release()
-            return
-        connection.pass_on()
-        on_messages(connection, found)
+            end.dispose()
+            found = []
+        lease.release()
+        on_messages(end, found)
 
-    end.on_readable = on_readable
-    end.arm()
+    lease.on_readable = on_readable
+    lease.release()
 
 
 def _expect_closed(end: Connection) -> None:
     """Neither end writes any more, and once all that came is read, neither reads."""
     for action in (lambda: end.write(_message(0, 10)), lambda: end.write(_message(0, MIB))):
         _expect_error(action)
-    with end.reading:
-        for _ in range(10_000):
-            try:
-                end.read(WAIT)
-            except ConnectionClosedError:
-                break
-        else:
-            raise AssertionError("read() goes on after the connection's end")
-        _expect_error(lambda: end.read(None))
+    for _ in range(10_000):
+        try:
+            read(end, WAIT)
+        except ConnectionClosedError:
+            break
+    else:
+        raise AssertionError("receive() goes on after the connection's end")
+    _expect_error(end.receive)
 
 
 def _expect_error(action: Callable[[], object]) -> None:

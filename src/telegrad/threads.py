@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from . import current
 from .events import logger
 from .transport.poller import Poller
 
@@ -31,9 +32,10 @@ class Threads:
         )
         self._tasks: deque[Task] = deque()  # appended and taken on any thread; its operations are atomic
         self._lock = threading.Lock()  # guards all below
-        self._idle = 0
+        self._idle = 0  # threads that wait for something to do, or are about to
         self._started = 0
         self._threads: set[threading.Thread] = set()
+        self._starved = False  # the last thread that was to start could not
         self._closed = False
 
     def start(self) -> None:
@@ -44,10 +46,12 @@ class Threads:
 
     def submit(self, task: Task) -> None:
         """Runs a task on one of the threads; on the caller's, when they have ended. Takes the lock only to
-        start the first thread."""
+        start a thread."""
         self._tasks.append(task)
-        if not self._threads:
-            self.start()
+        if not self._threads or self._starved:
+            with self._lock:
+                if not self._idle:
+                    self._spawn_locked()
         self._poller.wake()
         if self._closed:
             self._run_rest()
@@ -57,28 +61,39 @@ class Threads:
         self._tasks.append(task)
         self._poller.wake()
 
-    def new_timer(self, seconds: float, task: Task) -> Task:
-        """What has a task run on one of the threads so long after it was called, and takes no lock. With no thread
-        running, the task waits for the next one."""
-        return self._poller.new_timer(seconds, task)
+    def new_timer(self, task: Task) -> Callable[[float], None]:
+        """Makes a timer: a function that has a task run on one of the threads, so many seconds after it was called. It
+        takes no lock. With no thread running, the task waits for the next one."""
+        return self._poller.new_timer(task)
 
     @property
     def count(self) -> int:
         return len(self._threads)
 
     def _spawn_locked(self) -> None:
+        """Starts a thread. Where the system has none to give, the ones that run go on, and the next task, or the next
+        thread that has nothing to do, tries again."""
         if self._closed:
             return
         self._started += 1
         thread = threading.Thread(
             target=self._run, name=f"telegrad-{self._name}-{self._started}", daemon=True
         )
+        # Not yet idle, but on its way: counted before it runs, or every busy thread would start another one.
         self._threads.add(thread)
-        # Not yet idle, but on its way: counted now, or every busy thread would start another one.
         self._idle += 1
-        thread.start()
+        try:
+            thread.start()
+            self._starved = False
+        except (RuntimeError, MemoryError) as error:
+            self._threads.discard(thread)
+            self._idle -= 1
+            if not self._starved:
+                self._starved = True
+                logger.warning("worker %r: no thread could be started, trying again: %s", self._name, error)
 
     def _run(self) -> None:
+        current.thread.critical = 1  # but for users' code, see interrupts.py
         try:
             self._on_start()
             while (found := self._wait()) is not None:
@@ -86,35 +101,43 @@ class Threads:
                     self._attempt(task)
                     del task  # what it holds must not live until the next one comes
                 found = None
+        except (
+            BaseException
+        ):  # tasks raise nothing; it came while the thread waited for one, and counted as idle
+            with self._lock:
+                self._idle -= 1
+            logger.exception("a thread of worker %r has ended", self._name)
         finally:
             with self._lock:
                 self._threads.discard(threading.current_thread())
             self._poller.wake()  # on closing, each thread that ends lets the next one go
 
     def _wait(self) -> list[Task] | None:
-        """The next things to do; None if this thread should end. Counted as idle when called, busy after."""
+        """The next things to do; None if this thread should end. Counted as idle when called; when it returns, not."""
         idle_since = time.monotonic()
-        while not self._closed:
-            found = self._take() or self._poller.poll(self._idle_timeout) or self._take()
+        while True:
+            found = (
+                None
+                if self._closed
+                else self._take() or self._poller.poll(self._idle_timeout) or self._take()
+            )
             with self._lock:
-                if self._closed:
-                    break
-                if found:
+                if found or self._closed:
                     self._idle -= 1
-                    if self._idle == 0:
+                    if self._closed and not found:
+                        return None
+                    if not self._idle:
                         self._spawn_locked()
                     return found
                 if time.monotonic() - idle_since < self._idle_timeout:
                     continue  # woken for something that another thread has taken
                 if self._idle > 1 and not self._tasks:
-                    break
+                    self._idle -= 1
+                    return None
             # The last one stays, and looks after things now and then.
             if self._on_idle is not None:
                 self._on_idle()
             idle_since = time.monotonic()
-        with self._lock:
-            self._idle -= 1
-        return None
 
     def _take(self) -> list[Task] | None:
         try:
@@ -128,14 +151,14 @@ class Threads:
     def _attempt(self, task: Task) -> None:
         try:
             task()
-        except Exception:
+        except BaseException:  # also a SystemExit: the thread is the worker's
             logger.exception("a task of worker %r failed", self._name)
         finally:
             with self._lock:
                 self._idle += 1
 
     def _run_rest(self) -> None:
-        """What nobody has taken: somebody may wait for it."""
+        """Runs the tasks that no thread has taken: somebody may wait for them."""
         while (rest := self._take()) is not None:
             self._attempt(rest[0])
 

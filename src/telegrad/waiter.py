@@ -1,37 +1,42 @@
-"""Waiter: what one thread sleeps on until another one has something for it."""
+"""Waiter: an event that threads wait for, asleep or while they read."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
-_making_wake = threading.Lock()  # two threads that wait for one thing must wait for one lock
+from .interrupts import interruptible
 
 
 class Waiter:
-    """`done` is set last; a thread that waits sets `wake` first and looks at `done` after, so one of the two
-    sees the other."""
+    """Is done once, and wakes everyone who waits for it.
 
-    __slots__ = ("done", "wake")
+    A thread that waits appends a function to `wakes` and looks at `done` after that; `set_done` sets `done` first and
+    calls the functions after that, so one of the two sees the other. Each function is popped by one thread, and so
+    called once. To wake in vain does no harm.
+    """
+
+    __slots__ = ("done", "wakes")
 
     def __init__(self) -> None:
         self.done = False
-        self.wake: threading.Lock | None = None
+        self.wakes: list[Callable[[], object]] = []  # its single operations are atomic
 
     def set_done(self) -> None:
+        """Wakes all who wait. From any thread, any number of times."""
         self.done = True
-        wake = self.wake
-        if wake is not None:
+        while self.wakes:
             try:
-                wake.release()
-            except RuntimeError:
-                pass  # released already: woken for another reason
+                wake = self.wakes.pop()
+            except IndexError:
+                return
+            wake()
 
     def sleep(self, timeout: float | None) -> None:
-        """Sleeps until set_done() or the timeout. One thread at a time per lock; each has its own turn."""
-        with _making_wake:
-            if self.wake is None:
-                self.wake = threading.Lock()
-                self.wake.acquire()
-        wake = self.wake
-        if not self.done and wake.acquire(timeout=-1 if timeout is None else timeout):
-            wake.release()  # the next one who waits for the same thing gets through too
+        """Sleeps until set_done() or the timeout. Each thread sleeps on a lock of its own, so an interrupt loses
+        nothing."""
+        lock = threading.Lock()
+        lock.acquire()
+        self.wakes.append(lock.release)
+        if not self.done:
+            interruptible(lock.acquire, True, -1 if timeout is None else max(0.0, timeout))

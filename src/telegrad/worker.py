@@ -26,8 +26,8 @@ from .calls import Calls
 from .codec import Body, Codec
 from .config import Options
 from .dispatch import Dispatch
-from .duty import Roster
 from .errors import (
+    HandedOverError,
     NameTakenError,
     NotStartedError,
     PeerLostError,
@@ -39,6 +39,7 @@ from .futures import Future
 from .gradients.attach import Attach
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
+from .interrupts import critical, interruptible
 from .mail import Mail
 from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Hello, Kind, Member, WorkerInfo
 from .peers import Peers
@@ -51,6 +52,7 @@ from .shutdown import Retirement
 from .threads import Threads
 from .transport.base import Connection, ConnectionStatistics, Frames, Transport
 from .transport.inproc import Hub, InprocTransport, loopback
+from .transport.lease import ReadLease
 from .transport.poller import Poller
 from .transport.tcp import TcpTransport
 from .transport.unix import UnixTransport
@@ -93,9 +95,9 @@ class Worker:
         self._threads = Threads(
             member.name, self._poller, options.idle_thread_timeout, self._on_thread_start, self._tick
         )
-        self._roster = Roster(self._poller)
+        self._lease = ReadLease(self._poller, options.spin)
         self._codec = Codec(member.id, hello.main)
-        self._pending = PendingCalls(member.name, self._on_expired)
+        self._pending = PendingCalls(self._on_expired, self._threads.new_timer)
         self.contexts = Contexts(member.id, self.new_message_id)
         self.attach = Attach(member.id, self.contexts, self.new_message_id)
         self.engine = Engine(member, self.contexts)
@@ -111,18 +113,18 @@ class Worker:
             self.events,
         )
         self._reader = Reader(
-            member.name, self._codec, self._pending, self._threads, self._roster,
+            member.name, self._lease, self._codec, self._pending, self._threads,
             receive=self.receive, on_expired=self._on_expired, on_lost=self.on_lost, on_marked=self.recorder.on_read,
             merge=self.attach.merge, arrive=self.references.incoming, on_control=self._on_control,
         )  # fmt: skip
         transports: list[Transport] = []
         if hub is not None:
-            transports.append(InprocTransport(hub, self._threads.submit, options))
+            transports.append(InprocTransport(hub, self._lease, options))
         if "unix" in options.transports and hub is None:
-            transports.append(UnixTransport(self._poller, options))
+            transports.append(UnixTransport(self._poller, self._lease, options))
         if "tcp" in options.transports and hub is None:
-            transports.append(TcpTransport(self._poller, options))
-        self._peers = Peers(hello, member.host, group, transports, options, self._reader.adopt)
+            transports.append(TcpTransport(self._poller, self._lease, options))
+        self._peers = Peers(hello, member.host, group, transports, options, lambda connection: connection.open())
         self._calls = Calls(
             self, self._codec, self._peers, self._pending, self._reader, self._dispatch, self._threads
         )
@@ -130,7 +132,7 @@ class Worker:
         self.engine.connect(mail)
         self.references.start(mail)
         self._codec.handle = lambda id, owner: (self, self.references.take(id, owner))
-        self._self_ends = loopback(hello, self._threads.submit, options)
+        self._self_ends = loopback(hello, self._lease, options)
         self._peers.know_self(member, self._self_ends[0])
 
     @classmethod
@@ -178,9 +180,8 @@ class Worker:
         addresses = self._peers.listen()
         self.member = Member(self.id, self.name, addresses, self.member.host, self.member.rank)
         for end in self._self_ends:
-            self._reader.adopt(end)
-        if self.member.addresses and not self.member.addresses[0].startswith("inproc"):
-            self._threads.start()
+            end.open()
+        self._threads.start()
 
     def _on_thread_start(self) -> None:
         current.worker_var.set(self)
@@ -225,10 +226,11 @@ class Worker:
                 call.admit(sum(map(len, frames.buffers)))
                 nbytes = connection.write(frames, timeout, call.stop_reading)
         except BaseException as error:
-            if context is not None:
-                self.attach.not_written(envelope)
-            if envelope.lent or envelope.dropped:
-                self.references.not_written(envelope, connection.peer.id)
+            if not isinstance(error, HandedOverError):
+                if context is not None:
+                    self.attach.not_written(envelope)
+                if envelope.lent or envelope.dropped:
+                    self.references.not_written(envelope, connection.peer.id)
             if self.events.subscribers:
                 self._emit("send", "failed", envelope, connection, detail=repr(error))
             raise
@@ -292,7 +294,7 @@ class Worker:
             self.recorder.on_lost(connection.peer.id)
             for context in self.contexts.all():
                 # Its end may have been to come from the one who is gone.
-                self._threads.submit(partial(self._check_context, context))
+                self._threads.submit(partial(interruptible, self._check_context, context))
 
     # -- calls -----------------------------------------------------------------------------------------
 
@@ -339,9 +341,11 @@ class Worker:
         kwargs: dict[str, Any] | None = None,
         timeout: float | None = None,
     ) -> Entry:
-        """Like `call_async`, but the result stays there. What is returned counts as a handle to it."""
+        """Like `call_async`, but the result stays there. What is returned counts as a handle to it: to be called inside
+        of a critical section, in which it becomes one."""
         self._check_open()
-        return self._calls.create(to, Call(function, tuple(args), kwargs or None), timeout)
+        create = self._calls.create if current.thread.critical == 1 else self._calls.create_later
+        return create(to, Call(function, tuple(args), kwargs or None), timeout)
 
     def creation_of(self, entry: Held) -> Future:
         """The future of a value's creation: done when that is known."""
@@ -361,7 +365,8 @@ class Worker:
         """Ends a context here and on every worker that took part in it; with `wait`, not before all know it."""
         if self._closed_because:
             return
-        others = self.engine.release(context_id, tell=not wait)
+        with critical():
+            others = self.engine.release(context_id, tell=not wait)
         if wait:
             futures = []
             for worker in others:
@@ -501,12 +506,12 @@ class Worker:
         closed = partial(PeerLostError, f"worker {self.name!r} was shut down before the call was answered")
         for call in self._pending.take_all(None):
             self._dispatch.fail(call, closed)
-        self._pending.close()
         all_ended = self._threads.close(timeout=2.0)
-        self._roster.relieve_all()  # a thread that still runs a function must not keep the reading
+        self._lease.relieve()  # a thread that still runs a function must not keep the lease
         for connection in self._peers.connections():
             self._peers.drop(connection)
         self._calls.log_notes()
+        self._lease.close()
         if all_ended:
             self._poller.close()
         else:

@@ -6,6 +6,7 @@ import pytest
 from raw_peers import Raw, connection_over, socket_pair
 
 from telegrad.config import Options
+from telegrad.transport.lease import ReadLease
 from telegrad.transport.poller import Poller
 from telegrad.transport.streams import StreamConnection
 
@@ -14,12 +15,16 @@ class Made:
     """What a fixture made. It is emptied at the end: pytest holds on to fixtures for longer than the leak check."""
 
     def __init__(self) -> None:
-        self.pollers = [Poller()]  # which nobody polls: these tests read for themselves
+        self.pollers: list[Poller] = []  # which no thread polls: these tests read for themselves
+        self.leases: list[ReadLease] = []
         self.connections: list[StreamConnection] = []
         self.raw: list[Raw] = []
 
     def connection(self, sock, options: Options | None) -> StreamConnection:
-        self.connections.append(connection_over(sock, self.pollers[0], options))
+        self.pollers.append(Poller())
+        self.leases.append(ReadLease(self.pollers[-1]))
+        self.leases[-1].try_take()
+        self.connections.append(connection_over(sock, self.leases[-1], options))
         return self.connections[-1]
 
     def dispose(self) -> None:
@@ -27,8 +32,12 @@ class Made:
             connection.dispose()
         for raw in self.raw:
             raw.close()
-        self.pollers[0].close()
-        for made in (self.pollers, self.connections, self.raw):
+        for lease in self.leases:
+            lease.release()
+            lease.close()
+        for poller in self.pollers:
+            poller.close()
+        for made in (self.pollers, self.leases, self.connections, self.raw):
             made.clear()
 
 

@@ -16,7 +16,9 @@ from typing import Any
 
 from telegrad.config import Options
 from telegrad.messages import Hello
+from telegrad.testing import read
 from telegrad.transport.base import Frames
+from telegrad.transport.lease import ReadLease
 from telegrad.transport.poller import Poller
 from telegrad.transport.streams import StreamConnection
 from telegrad.transport.tcp import TcpConnection
@@ -34,9 +36,27 @@ def socket_pair(transport: str) -> tuple[socket.socket, socket.socket]:
         return one, server.accept()[0]
 
 
-def connection_over(sock: socket.socket, poller: Poller, options: Options | None = None) -> StreamConnection:
+def connection_over(
+    sock: socket.socket, lease: ReadLease, options: Options | None = None
+) -> StreamConnection:
     kind = UnixConnection if sock.family == socket.AF_UNIX else TcpConnection
-    return kind(sock, Hello("test", 2, "peer"), poller, options or Options())
+    connection = kind(sock, Hello("test", 2, "peer"), lease, options or Options())
+    connection.open()
+    return connection
+
+
+@contextmanager
+def polling() -> Iterator[tuple[Poller, ReadLease]]:
+    """A poller that no thread polls, and a lease that the test holds."""
+    poller = Poller()
+    lease = ReadLease(poller)
+    lease.try_take()
+    try:
+        yield poller, lease
+    finally:
+        lease.release()
+        lease.close()
+        poller.close()
 
 
 class Raw:
@@ -79,15 +99,19 @@ class Trickle(socket.socket):
 
     at_once = 1
     full = False
+    full_after = -1  # sends; -1: never
     broken: BaseException | None = None
     _turn = False
 
     def _bytes_now(self) -> int:
         if self.broken is not None:
             raise self.broken
+        if self.full_after == 0:
+            self.full = True
         self._turn = not self._turn
         if self.full or self._turn:  # full every other time in any case
             raise BlockingIOError
+        self.full_after -= 1
         return self.at_once
 
     def send(self, data: Any, *args: Any) -> int:
@@ -103,9 +127,8 @@ def trickle(sock: socket.socket) -> Trickle:
 
 def read_all(connection: StreamConnection, count: int) -> list[Frames]:
     found: list[Frames] = []
-    with connection.reading:
-        while len(found) < count:
-            found += connection.read(WAIT)
+    while len(found) < count:
+        found += read(connection, WAIT)
     assert len(found) == count
     return found
 

@@ -16,6 +16,7 @@ from raw_peers import no_more_descriptors, read_all
 
 from telegrad.config import Options
 from telegrad.errors import ConnectionClosedError, ProtocolError
+from telegrad.testing import read
 from telegrad.transport import wire
 from telegrad.transport.base import Frames
 from telegrad.transport.shm import PAGE, Segment, SegmentPool
@@ -47,8 +48,7 @@ def test_a_message_may_come_in_two_pieces_cut_anywhere(facing, transport):
         data = bytes_of(frames)
         for cut in range(1, len(data)):
             raw.send(data[:cut])
-            with connection.reading:
-                assert connection.read(0.01) == []
+            assert read(connection, 0.01) == []
             raw.send(data[cut:])
             assert plain(read_all(connection, 1)[0]) == plain(frames)
 
@@ -64,8 +64,8 @@ def test_a_message_cut_short_anywhere_ends_the_connection_and_says_so(facing, tr
             assert plain(read_all(connection, 1)[0]) == plain(SMALL[0])  # what came before it is whole
             where = "closed the connection in the middle of a message" if cut else "closed the connection$"
             for _ in range(2):
-                with connection.reading, pytest.raises(ConnectionClosedError, match=f"worker 'peer' {where}"):
-                    connection.read(None)
+                with pytest.raises(ConnectionClosedError, match=f"worker 'peer' {where}"):
+                    read(connection, None)
             connection.dispose()
 
 
@@ -74,9 +74,10 @@ def test_a_large_message_cut_short_ends_the_connection_and_leaves_no_memory(faci
     data = bytes_of(Frames(b"header", [b"s" * 100, b"x" * MIB]))
     raw.send(data[: MIB // 2])
     raw.close()
-    with connection.reading, pytest.raises(ConnectionClosedError, match="in the middle of a message"):
-        connection.read(None)
+    with pytest.raises(ConnectionClosedError, match="in the middle of a message"):
+        read(connection, None)
     connection.dispose()
+    connection.lease.wait(0)  # the holder comes round
     assert connection._reader.target.nbytes == 0
 
 
@@ -190,8 +191,8 @@ def test_nonsense_ends_the_connection_with_a_reason(facing, transport, what):
     raw.send(good + data + good)
     assert plain(read_all(connection, 1)[0]) == plain(SMALL[0])  # what came before it counts
     for _ in range(2):
-        with connection.reading, pytest.raises(ProtocolError, match=reason):
-            connection.read(None)
+        with pytest.raises(ProtocolError, match=reason):
+            read(connection, None)
     with pytest.raises(ConnectionClosedError, match=reason):
         connection.write(SMALL[0])
     assert raw.is_closed_by_peer()
@@ -211,10 +212,9 @@ def test_what_is_only_announced_takes_no_memory(facing, transport):
         before = resident_bytes()
         sending = threading.Thread(target=raw.send, args=(data,))
         sending.start()
-        with connection.reading:
-            while sending.is_alive() or connection.read(0):
-                connection.read(0.01)
-            assert connection.read(0.05) == []
+        while sending.is_alive() or read(connection, 0):
+            read(connection, 0.01)
+        assert read(connection, 0.05) == []
         sending.join()
         assert resident_bytes() - before < 120 * MIB  # the first one's table is 8 MiB, and as numbers 40
         connection.dispose()
@@ -233,8 +233,8 @@ def announce(id: int, capacity: int, nbytes: int, fresh: bool = True) -> bytes:
 
 
 def expect_protocol_error(connection, reason: str) -> None:
-    with connection.reading, pytest.raises(ProtocolError, match=reason):
-        connection.read(None)
+    with pytest.raises(ProtocolError, match=reason):
+        read(connection, None)
 
 
 def descriptor_of(what: str) -> int:
@@ -314,8 +314,8 @@ def test_a_segment_of_the_peer_that_cannot_be_mapped_ends_the_connection(ends, m
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("telegrad.transport.shm.Memory", no_memory)
-    with other.reading, pytest.raises(ConnectionClosedError, match="Cannot allocate memory"):
-        other.read(None)
+    with pytest.raises(ConnectionClosedError, match="Cannot allocate memory"):
+        read(other, None)
 
 
 @pytest.mark.parametrize("transport", STREAMS)

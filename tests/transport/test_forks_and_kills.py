@@ -13,8 +13,9 @@ from raw_peers import WAIT, connection_over, forked, read_all, socket_pair
 from telegrad.config import Options
 from telegrad.errors import ConnectionClosedError
 from telegrad.messages import Hello
-from telegrad.testing import connected
+from telegrad.testing import connected, read
 from telegrad.transport.base import Frames
+from telegrad.transport.lease import ReadLease
 from telegrad.transport.poller import ARMED, Poller
 from telegrad.transport.unix import UnixTransport
 
@@ -34,13 +35,15 @@ class Ours:
 
         def child_side(child):
             one.close()
-            return function(child, connection_over(other, Poller(), options))
+            return function(child, connection_over(other, ReadLease(Poller()), options))
 
         self._forked = forked(child_side)
         self.child = self._forked.__enter__()
         other.close()
         self.poller = Poller()
-        self.connection = connection_over(one, self.poller, options)
+        self.lease = ReadLease(self.poller)
+        self.lease.try_take()
+        self.connection = connection_over(one, self.lease, options)
 
     def __enter__(self):
         return self.connection, self.child
@@ -48,13 +51,15 @@ class Ours:
     def __exit__(self, *_) -> None:
         self._forked.__exit__(None, None, None)
         self.connection.dispose()
+        self.lease.release()
+        self.lease.close()
         self.poller.close()
 
 
 def expect_end(connection) -> None:
-    with connection.reading, pytest.raises(ConnectionClosedError):
+    with pytest.raises(ConnectionClosedError):
         while True:
-            connection.read(WAIT)
+            read(connection, WAIT)
 
 
 @pytest.mark.parametrize("transport", STREAMS)
@@ -92,6 +97,7 @@ def test_a_sender_that_is_killed_leaves_what_it_sent(transport):
         child.end(kill=True)
         expect_end(connection)
         connection.dispose()
+        connection.lease.wait(0)  # the holder comes round
         assert frames.buffers[0] == b"x" * MIB
         frames.buffers[0][:3] = b"yyy"
         del frames
@@ -118,29 +124,21 @@ def test_a_sender_that_is_killed_in_the_middle_of_a_message(transport):
 @pytest.mark.parametrize("transport", ["inproc", *STREAMS])
 def test_a_fork_can_end_its_copies_and_the_parent_goes_on(transport):
     with connected(transport) as (one, other):
-        held_lock, release = threading.Event(), threading.Event()
-
-        def hold_reading() -> None:  # a lock that no thread of the fork will ever release
-            with other.reading:
-                held_lock.set()
-                release.wait(WAIT)
-
-        holder = threading.Thread(target=hold_reading)
-        holder.start()
-        held_lock.wait(WAIT)
+        assert not other.lease.try_take()  # it is held, by a thread that the fork may not have
 
         def use_them(child) -> list[str]:
             said = []
             for end in (one, other):
-                for action in (lambda: end.write(Frames(b"", [b"x"])), lambda: end.read(None)):  # noqa: B023
+                for action in (lambda: end.write(Frames(b"", [b"x"])), lambda: read(end, None)):  # noqa: B023
                     try:
                         action()
                     except ConnectionClosedError as error:
                         said.append(str(error))
                 end.statistics()
                 end.tick()
-                end.arm()
-                end.disarm()
+                end.open()
+                end.lease.try_take()
+                end.lease.release()
                 end.abort("the fork's doing")
                 end.dispose()
             return said
@@ -148,13 +146,11 @@ def test_a_fork_can_end_its_copies_and_the_parent_goes_on(transport):
         one.write(Frames(b"before", [b"x" * MIB]))
         with forked(use_them) as child:
             assert child.result() == ["the connection belongs to the process that this one is a fork of"] * 4
-        release.set()
-        holder.join()
         one.write(Frames(b"after", [b"y"]))
         assert [f.header for f in read_all(other, 2)] == [b"before", b"after"]
         readable = threading.Event()
-        other.on_readable = lambda connection: readable.set()
-        other.arm()
+        other.lease.on_readable = readable.set
+        other.lease.release()
         one.write(Frames(b"last", []))
         assert readable.wait(WAIT)  # the parent's epoll was not touched
 
@@ -196,8 +192,7 @@ def test_a_fork_keeps_what_was_received_though_the_parent_lets_go(ends):
         assert child.result() == b"x" * MIB
     one.tick()
     assert one.statistics().shared_bytes == MIB  # one segment is used again and again
-    with other.reading:
-        other.read(0)
+    read(other, 0)
     assert len(other._mappings._mappings) == 1
 
 
@@ -233,7 +228,8 @@ def test_a_fork_does_not_listen_for_its_parent():
 
     def listen(child) -> None:
         poller = Poller()
-        listener = UnixTransport(poller, Options()).listen(lambda hello: Hello("g", 1, "a"), lambda c: None)
+        way = UnixTransport(poller, ReadLease(poller), Options())
+        listener = way.listen(lambda hello: Hello("g", 1, "a"), lambda c: None)
         path = listener.address.removeprefix("unix://")
         pid = os.fork()
         if pid == 0:

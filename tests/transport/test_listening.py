@@ -12,15 +12,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from raw_peers import WAIT, Raw, forked, no_more_descriptors
+from raw_peers import WAIT, Raw, forked, no_more_descriptors, polling
 from torch.distributed import HashStore
 
 from telegrad.config import Options
 from telegrad.errors import AddressError, ConnectError, ConnectionClosedError, VersionError
 from telegrad.messages import WIRE_VERSION, Hello
 from telegrad.rendezvous import Group
+from telegrad.testing import read
 from telegrad.threads import Threads
 from telegrad.transport.handshake import GREETING, GREETING_MAGIC, MAX_GREETING
+from telegrad.transport.lease import ReadLease
 from telegrad.transport.poller import Poller
 from telegrad.transport.tcp import TcpTransport
 from telegrad.transport.unix import UnixTransport
@@ -40,7 +42,9 @@ class Host:
         self.threads.start()
         self.accepted: list = []
         self.arrived = threading.Event()
-        self.way = WAYS[transport](self.poller, options)
+        self.lease = ReadLease(self.poller)
+        self.lease.try_take()  # these tests read for themselves
+        self.way = WAYS[transport](self.poller, self.lease, options)
         try:
             self.listener = self.way.listen(answer, self.on_connection)
         except BaseException:
@@ -72,6 +76,9 @@ class Host:
         assert self.threads.close(timeout=WAIT)
         while self.accepted:  # some only while the threads ended
             self.accepted.pop().dispose()
+        self.lease.try_take()  # unless it is held
+        self.lease.release()
+        self.lease.close()
         self.poller.close()
 
 
@@ -138,17 +145,13 @@ def _answer(server: socket.socket, address: str, say: bytes):
 
 
 def connect_to_impostor(say: bytes) -> None:
-    poller = Poller()
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            answers = _answer(server, f"tcp://127.0.0.1:{server.getsockname()[1]}", say)
-            address = next(answers)
-            try:
-                TcpTransport(poller, Options()).connect(address, NEAR, WAIT).dispose()
-            finally:
-                list(answers)
-    finally:
-        poller.close()
+    with polling() as (poller, lease), socket.create_server(("127.0.0.1", 0)) as server:
+        answers = _answer(server, f"tcp://127.0.0.1:{server.getsockname()[1]}", say)
+        address = next(answers)
+        try:
+            TcpTransport(poller, lease, Options()).connect(address, NEAR, WAIT).dispose()
+        finally:
+            list(answers)
 
 
 def test_a_listener_of_another_version_is_a_version_error():
@@ -272,8 +275,8 @@ def test_an_owner_that_cannot_take_a_connection_loses_it(transport, caplog):
 
         host.listener._on_connection = cannot
         connection = host.way.connect(host.address, NEAR, WAIT)
-        with connection.reading, pytest.raises(ConnectionClosedError, match="closed the connection"):
-            connection.read(WAIT)
+        with pytest.raises(ConnectionClosedError, match="closed the connection"):
+            read(connection, WAIT)
         connection.dispose()
     assert "no room" in caplog.text
     caplog.clear()
@@ -282,14 +285,21 @@ def test_an_owner_that_cannot_take_a_connection_loses_it(transport, caplog):
 # -- refusals of a worker --------------------------------------------------------------------------------
 
 
+@contextmanager
+def closing_worker(worker: Worker):
+    try:
+        yield
+    finally:
+        worker.close(graceful=False)
+
+
 @pytest.mark.parametrize("transport", STREAMS)
 def test_a_worker_refuses_whom_it_does_not_expect(transport):
     worker = Worker.start("a", Group(HashStore(), None, WAIT), Options(transports=(transport,)))
-    poller = Poller()
-    way = WAYS[transport](poller, Options())
     (address,) = worker.member.addresses
     ours = worker._peers._hello
-    try:
+    with polling() as (poller, lease), closing_worker(worker):
+        way = WAYS[transport](poller, lease, Options())
         with pytest.raises(ConnectError, match="refuses the connection: worker 'a' belongs to another group"):
             way.connect(address, Hello("another group", 7, "b", to=worker.id), WAIT)
         with pytest.raises(ConnectError, match=rf"this is worker 'a' with id {worker.id}, not id 77"):
@@ -297,9 +307,6 @@ def test_a_worker_refuses_whom_it_does_not_expect(transport):
         connection = way.connect(address, Hello(ours.group, 7, "b", to=worker.id), WAIT)
         assert connection.peer.name == "a"
         connection.dispose()
-    finally:
-        worker.close(graceful=False)
-        poller.close()
 
 
 # -- addresses -------------------------------------------------------------------------------------------
@@ -447,13 +454,11 @@ def become_nobody() -> None:
 
 
 def try_to_connect(path: str) -> str:
-    poller = Poller()
-    try:
-        UnixTransport(poller, Options()).connect(path, NEAR, WAIT).dispose()
-    except ConnectError as error:
-        return str(error)
-    finally:
-        poller.close()
+    with polling() as (poller, lease):
+        try:
+            UnixTransport(poller, lease, Options()).connect(path, NEAR, WAIT).dispose()
+        except ConnectError as error:
+            return str(error)
     return "connected"
 
 

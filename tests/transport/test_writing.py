@@ -11,7 +11,8 @@ import pytest
 from raw_peers import WAIT, no_more_descriptors, read_all, trickle
 
 from telegrad.config import Options
-from telegrad.errors import ConnectionClosedError, TooLargeError
+from telegrad.errors import ConnectionClosedError, HandedOverError, TooLargeError
+from telegrad.testing import read
 from telegrad.transport import shm, wire
 from telegrad.transport.base import Frames
 
@@ -60,15 +61,50 @@ def test_a_large_message_goes_in_pieces_of_any_size(slow_ends, transport, at_onc
 
 @pytest.mark.parametrize("transport", STREAMS)
 @pytest.mark.parametrize("frames", [SMALL, LARGE], ids=["small", "large"])
-def test_a_message_that_is_too_late_is_written_by_another_thread(slow_ends, transport, frames):
-    """Also its descriptor, if it has one, which had not been sent yet."""
+@pytest.mark.parametrize("reason", ["time", "Ctrl-C"])
+def test_a_message_of_which_nothing_was_sent_is_withdrawn(slow_ends, transport, frames, reason):
+    """Its segment is free again, its descriptor goes with the next message, and it does not count."""
     one, other = slow_ends(transport)
     one._sock.full, one._sock.at_once = True, 1 << 20
+    for _ in range(2):
+        if reason == "time":
+            with pytest.raises(
+                TimeoutError, match="worker 'peer' did not take the message in time"
+            ) as raised:
+                one.write(frames, 0.02)
+            assert not isinstance(raised.value, HandedOverError)
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                one.write(frames, WAIT, interrupt)
+    statistics = one.statistics()
+    assert statistics.messages_out == 0
+    assert statistics.shared_bytes == statistics.shared_bytes_free
+    one._sock.full = False
+    one.write(LARGE, WAIT)
+    one.write(SMALL, WAIT)
+    expect(other, LARGE, SMALL)
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+@pytest.mark.parametrize("frames", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("reason", ["time", "Ctrl-C"])
+def test_the_rest_of_a_message_that_has_begun_is_written_by_another_thread(
+    slow_ends, transport, frames, reason
+):
+    one, other = slow_ends(transport)
+    one._sock.at_once, one._sock.full_after = 3, 1
     mutable = Frames(frames.header, [bytearray(b) for b in frames.buffers])
-    waited = threading.Event()
-    with pytest.raises(TimeoutError, match="worker 'peer' did not take the message in time"):
-        one.write(mutable, 0.02, waited.set)
-    assert waited.is_set()
+
+    def press_keys() -> None:
+        if reason == "Ctrl-C" and one._sock.full and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+    wait = one._wait_until_writable
+    one._wait_until_writable = lambda timeout, _: wait(timeout, press_keys)
+    with pytest.raises(HandedOverError, match="the rest of it follows") as raised:
+        one.write(mutable, 0.02 if reason == "time" else WAIT)
+    assert isinstance(raised.value.interrupt, KeyboardInterrupt if reason == "Ctrl-C" else type(None))
+    del one._wait_until_writable
     for buffer in mutable.buffers:
         buffer[:] = bytes(len(buffer))  # the caller's own again
     with pytest.raises(TimeoutError):
@@ -79,7 +115,7 @@ def test_a_message_that_is_too_late_is_written_by_another_thread(slow_ends, tran
     assert statistics.messages_out == 1
     in_use = statistics.shared_bytes - statistics.shared_bytes_free
     assert in_use == (256 * KIB if transport == "unix" and frames is LARGE else 0)
-    one._sock.full = False
+    one._sock.full, one._sock.full_after, one._sock.at_once = False, -1, 1 << 20
     expect(other, frames)
     one.write(LARGE, WAIT)
     expect(other, LARGE)
@@ -89,12 +125,12 @@ def test_a_message_that_is_too_late_is_written_by_another_thread(slow_ends, tran
 @pytest.mark.parametrize("end_it", ["abort", "dispose", "the peer's abort"])
 def test_the_end_of_a_connection_frees_the_thread_that_writes_a_late_message(slow_ends, transport, end_it):
     one, other = slow_ends(transport)
-    one._sock.full = True
-    with pytest.raises(TimeoutError):
+    one._sock.full_after, one._sock.at_once = 1, 3
+    with pytest.raises(HandedOverError):
         one.write(LARGE, 0.02)
     (other if "peer" in end_it else one).abort() if "abort" in end_it else one.dispose()
     if "peer" in end_it:
-        one._sock.full = False
+        one._sock.full, one._sock.full_after = False, -1
     assert one._write_lock.acquire(timeout=WAIT)
     one._write_lock.release()
     with pytest.raises(ConnectionClosedError):
@@ -105,18 +141,6 @@ def test_the_end_of_a_connection_frees_the_thread_that_writes_a_late_message(slo
 
 def interrupt() -> None:
     raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("transport", STREAMS)
-@pytest.mark.parametrize("frames", [SMALL, LARGE], ids=["small", "large"])
-def test_a_writer_that_is_interrupted_while_it_waits_leaves_the_message_whole(slow_ends, transport, frames):
-    one, other = slow_ends(transport)
-    one._sock.full, one._sock.at_once = True, 1 << 20
-    with pytest.raises(KeyboardInterrupt):
-        one.write(frames, WAIT, interrupt)
-    one._sock.full = False
-    one.write(SMALL, WAIT)
-    expect(other, frames, SMALL)
 
 
 @pytest.mark.parametrize("transport", STREAMS)
@@ -138,8 +162,8 @@ def test_a_writer_that_is_interrupted_while_it_sends_ends_the_connection(
         one.write(SMALL)
     with pytest.raises(ConnectionClosedError, match="interrupted in the middle"):
         one.write(SMALL)
-    with other.reading, pytest.raises(ConnectionClosedError):
-        other.read(WAIT)
+    with pytest.raises(ConnectionClosedError):
+        read(other, WAIT)
 
 
 @pytest.mark.parametrize("transport", STREAMS)
@@ -169,8 +193,8 @@ def test_a_peer_that_is_gone_can_be_read_to_its_end(ends, transport):
         while True:
             one.write(SMALL)
     expect(one, SMALL, SMALL, SMALL)
-    with one.reading, pytest.raises(ConnectionClosedError):
-        one.read(None)
+    with pytest.raises(ConnectionClosedError):
+        read(one, None)
 
 
 @pytest.mark.parametrize("transport", STREAMS)
@@ -295,8 +319,7 @@ def test_tick_gives_memory_back_at_both_ends(ends):
     del held
     one.tick()
     assert one.statistics().shared_bytes == 0
-    with other.reading:
-        assert other.read(0) == []
+    assert read(other, 0) == []
     assert not other._mappings._mappings
     one.write(LARGE)
     expect(other, LARGE)
@@ -318,11 +341,11 @@ def test_tick_does_not_wait_for_a_writer(slow_ends):
     one._sock.at_once = 1 << 20
     one.write(LARGE, WAIT)
     expect(other, LARGE)
-    one._sock.full = True
-    with pytest.raises(TimeoutError):
+    one._sock.at_once, one._sock.full_after = 3, 1
+    with pytest.raises(HandedOverError):
         one.write(SMALL, 0.02)
     one.tick()  # the lock is taken: the word waits
-    one._sock.full = False
+    one._sock.at_once, one._sock.full, one._sock.full_after = 1 << 20, False, -1
     expect(other, SMALL)
     while one._pool.has_dropped:
         one.tick()
@@ -331,14 +354,17 @@ def test_tick_does_not_wait_for_a_writer(slow_ends):
     assert not other._mappings._mappings
 
 
-def test_tick_leaves_a_word_that_does_not_go_at_once_to_a_thread(slow_ends):
+def test_tick_says_a_word_that_does_not_go_at_once_the_next_time(slow_ends):
     one, other = slow_ends("unix", Options(pool_bytes=0))
     one._sock.at_once = 1 << 20
     one.write(LARGE, WAIT)
     expect(other, LARGE)
     one._sock.full = True
     one.tick()
+    assert one._pool.has_dropped
     one._sock.full = False
+    while one._pool.has_dropped:
+        one.tick()
     one.write(SMALL, WAIT)
     expect(other, SMALL)
     assert not other._mappings._mappings

@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge
 
 from .. import current
 from ..errors import GradientError
+from ..interrupts import interruptible
 from ..messages import Begin, Envelope, sender_of
 from ..waiter import Waiter
 from . import nodes
@@ -32,6 +33,7 @@ from .leaves import Capture, GradientTable
 from .local_graph import NOTHING, Graph, Node, Reach
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
+_INTO_LEAVES, _FOR_INPUTS = (True, True), (True, False)  # allow_unreachable, accumulate_grad
 _DEVICE_POLL = 1e-3  # seconds
 _ONE = torch.ones(())  # the gradient of tokens
 
@@ -197,19 +199,19 @@ class LocalPass:
                 waiter = self.waiters[message] = Waiter()
         if waiter is not None:
             if nodes.has_devices():
-                self._wait_beside_devices(waiter)
+                self._wait_beside_devices(waiter, self.awaited_from[message])
             else:
                 self.around.wait(waiter, self.awaited_from[message], self.deadline, self.watch)
         self._check(message)
 
-    def _wait_beside_devices(self, waiter: Waiter) -> None:
+    def _wait_beside_devices(self, waiter: Waiter, peer: int) -> None:
         """CPU nodes that become ready from a device's work would stand behind this Wait: the engine's CPU thread
         works them off while an engine call of ours is under way inside it."""
         while not waiter.done:
-            left = _left(self.deadline)
-            if left is not None and left <= 0:
+            now = time.monotonic()
+            if self.deadline is not None and now >= self.deadline:
                 return
-            waiter.sleep(_DEVICE_POLL)
+            self.around.wait(waiter, peer, now + _DEVICE_POLL, self.watch)
             if not waiter.done:
                 _run_device_nodes()
 
@@ -339,15 +341,8 @@ class LocalPass:
             capture.watch(leaves)
             if begin.create_graph:
                 _use_up_warning()
-            _run_backward(
-                starts,
-                gradients,
-                keep,
-                begin.create_graph,
-                (),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+            # In there runs users' code: hooks, functions, what the collector finds.
+            interruptible(_run_backward, starts, gradients, keep, begin.create_graph, (), *_INTO_LEAVES)
         finally:
             capture.close()
         self.gradients = capture.gradients
@@ -355,10 +350,9 @@ class LocalPass:
     def _run_for_inputs(self, starts: Any, gradients: Any, keep: bool, begin: Begin) -> None:
         inputs = list(self.roots.inputs or ())
         anchors = [_anchor_of(node) for node in (self.around.beacon.grad_fn, *self.around.received(self))]
-        found = _run_backward(
-            starts, gradients, keep, begin.create_graph, (*inputs, *anchors),
-            allow_unreachable=True, accumulate_grad=False,
-        )  # fmt: skip
+        found = interruptible(
+            _run_backward, starts, gradients, keep, begin.create_graph, (*inputs, *anchors), *_FOR_INPUTS
+        )
         self.results = tuple(found[: len(inputs)])
 
     def watch_nested(self, node: Any, leaves: list[Any]) -> None:
@@ -442,10 +436,6 @@ def _checked(gradients: tuple[Gradient, ...], sent: Sent) -> Gradient:
 
 def _anchor_of(node: Any) -> torch.Tensor:
     return node.next_functions[0][0].variable  # type: ignore[no-any-return]
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else deadline - time.monotonic()
 
 
 # Note [reentrant checkpoints]

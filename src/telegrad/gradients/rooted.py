@@ -20,6 +20,7 @@ import torch
 from .. import current
 from ..errors import BackwardError, CallTimeoutError, PeerLostError, text_of
 from ..events import logger
+from ..interrupts import critical
 from ..messages import Begin, End, Envelope, Failure, Kind, Member
 from ..modes import current_modes
 from ..waiter import Waiter
@@ -86,14 +87,15 @@ class RootedPasses:
             UnknownContextError: the context has ended.
             NotStartedError: this worker has shut down.
         """
-        pass_id = self.host.new_message_id()
-        root = RootedPass(pass_id, BackwardPass(self._id, plan.sends))
-        self._roots[pass_id] = root
-        try:
-            local = self._own_part(root, context, plan, roots, how)
-            self._run_everywhere(root, local, plan, how)
-        finally:
-            self._roots.pop(pass_id, None)
+        with critical():
+            pass_id = self.host.new_message_id()
+            root = RootedPass(pass_id, BackwardPass(self._id, plan.sends))
+            self._roots[pass_id] = root
+            try:
+                local = self._own_part(root, context, plan, roots, how)
+                self._run_everywhere(root, local, plan, how)
+            finally:
+                self._roots.pop(pass_id, None)
         if root.error is not None:
             self._raise(root, local)
         return local

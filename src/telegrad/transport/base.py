@@ -1,11 +1,10 @@
 """The contract of a transport. It moves frames and knows nothing of what is in them.
 
-    worker.send  -> Connection.write(frames)  ~~>  Connection.read() -> frames  -> worker.receive
+    worker.send  -> Connection.write(frames)  ~~>  Connection.receive() -> frames  -> worker.receive
 
-Reading is shared. Any thread may read a connection, but only one at a time: the one that holds `reading`.
-Under it only bytes are read; whatever may run users' code happens after it was released. While nobody
-reads, the connection is armed: `on_readable` is called once, on a thread of the worker's, when something
-arrives, and whoever reads arms it again. `telegrad.testing.check_transport` holds every transport to this.
+Reading is shared: one thread at a time reads the connections of a worker, the one that has the read lease (lease.py).
+Under it only bytes are read; users' code runs after it was released. A connection is made with the lease of its
+worker, and is read from `open` on. `telegrad.testing.check_transport` holds every transport to this.
 
 A connection belongs to the process that made it. In a fork of that process it has ended, and whatever the
 fork does with it goes unnoticed in the parent.
@@ -14,7 +13,6 @@ fork does with it goes unnoticed in the parent.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..messages import Hello
+from .lease import ReadLease
 
 Buffer = bytes | bytearray | memoryview
 
@@ -66,11 +65,14 @@ class Connection(ABC):
     transport: str
     peer: Hello
 
-    def __init__(self, peer: Hello) -> None:
+    def __init__(self, peer: Hello, lease: ReadLease) -> None:
         self.peer = peer
-        self.reading = threading.Lock()  # held by the one thread that reads
-        self.on_readable: Callable[[Connection], None] = _nobody
+        self.lease = lease
         _connections.add(self)
+
+    @abstractmethod
+    def open(self) -> None:
+        """Has the holder of the lease read this connection from here on, what has arrived already included."""
 
     @abstractmethod
     def write(
@@ -79,49 +81,27 @@ class Connection(ABC):
         """Sends one message; returns the size of its buffers in bytes. May be called on any thread.
 
         Waits while the peer does not read; that is the back-pressure. `before_waiting` is called before it
-        does, perhaps more than once: a caller that holds `reading` must let it go then, or two workers that
+        does, perhaps more than once: a caller that holds the lease must release it then, or two workers that
         write to each other would wait for ever.
 
         Raises:
-            TimeoutError: the peer did not take it in time. The message may still arrive, whole.
+            HandedOverError: the time is over, or an interrupt came, in the middle of the message. It will arrive,
+                whole, or the connection ends.
+            TimeoutError: the peer did not take it in time. Nothing was sent.
             ConnectionClosedError: the connection has ended. Whether the message arrived is not known.
             TooLargeError: the message is over the limit. Nothing was sent.
         """
 
     @abstractmethod
-    def read(self, timeout: float | None) -> list[Frames]:
-        """The messages that have arrived, in the order of their sending. The caller holds `reading`.
-
-        Waits up to `timeout` seconds (0: not at all, None: for ever) for the first; an empty list says
-        that none came. May return without one before the time is over, and a few milliseconds after it when
-        a message is just arriving.
+    def receive(self) -> list[Frames]:
+        """The messages that have arrived, in the order of their sending; empty if none is whole yet. Never blocks.
+        The caller holds the lease. As long as more has arrived, the lease finds the connection again.
 
         Raises:
             ConnectionClosedError: the connection has ended. If the peer ended it, all that had arrived was
                 returned before.
             ProtocolError: the bytes make no sense. The connection has ended.
         """
-
-    @property
-    def linger(self) -> float:
-        """How many seconds a thread that just read should wait for the next message before it does
-        something else; 0 where messages are far apart."""
-        return 0.0
-
-    @abstractmethod
-    def arm(self) -> None:
-        """Calls `on_readable` once, on a thread of the worker's, as soon as `read` has something to say.
-
-        A call may also come for nothing, and then `read` finds nothing."""
-
-    @abstractmethod
-    def disarm(self) -> None:
-        """Takes `arm` back. A call that is already under way may still come."""
-
-    def pass_on(self) -> None:
-        """Lets go of `reading` and arms. In this order: an event before the release would find nobody."""
-        self.reading.release()
-        self.arm()
 
     @abstractmethod
     def abort(self, reason: str = "closed") -> None:
@@ -134,8 +114,9 @@ class Connection(ABC):
 
     @abstractmethod
     def dispose(self) -> None:
-        """Aborts and gives back all that the system lent. Any number of times. The caller holds neither
-        `reading` nor any lock; who reads or writes meanwhile gets ConnectionClosedError."""
+        """Aborts and gives back all that the system lent: at once, or as soon as the thread that reads has come
+        round. Any number of times. The caller holds no lock; a thread that reads or writes meanwhile gets
+        ConnectionClosedError."""
 
     def abandon(self) -> None:  # noqa: B027
         """Called in a fork of the process, where no other thread is: ends this copy of the connection, with
@@ -168,7 +149,7 @@ class Transport(ABC):
         self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]
     ) -> Listener:
         """Accepts peers: `answer` gets a peer's Hello and returns ours, or raises to refuse it with that text;
-        `on_connection` gets the connection, not armed yet. Both are called on threads of the worker's.
+        `on_connection` gets the connection, not open yet. Both are called on threads of the worker's.
 
         Raises:
             AddressError: it cannot listen there, and why.
@@ -176,7 +157,7 @@ class Transport(ABC):
 
     @abstractmethod
     def connect(self, address: str, hello: Hello, timeout: float) -> Connection:
-        """Connects to a listener's address; the connection is not armed yet.
+        """Connects to a listener's address; the connection is not open yet.
 
         Raises:
             ConnectError: nobody answers, the peer refused us, or the time is over.
@@ -193,7 +174,3 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
-
-
-def _nobody(connection: Connection) -> None:
-    """Until the owner has set its own and armed the connection, only calls for nothing come."""

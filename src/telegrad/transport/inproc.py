@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..config import SHARED_MEMORY_FROM, Options
 from ..errors import ConnectError, ConnectionClosedError, TelegradError, TooLargeError
 from ..messages import Hello
+from ..waiter import Waiter
 from .base import FORKED, Buffer, Connection, ConnectionStatistics, Frames, Listener, Transport
+from .lease import ReadLease
 from .listening import split_address
 from .shm import SegmentPool, aligned, copy_into
-
-Submit = Callable[[Callable[[], None]], None]
 
 _OVERHEAD = 256  # counted for each message in a queue beside its bytes: a million tiny ones are not free
 
@@ -39,20 +40,27 @@ class InprocConnection(Connection):
 
     transport = "inproc"
 
-    def __init__(self, peer: Hello, submit: Submit, options: Options) -> None:
-        super().__init__(peer)
-        self._submit = submit
+    def __init__(self, peer: Hello, lease: ReadLease, options: Options) -> None:
+        super().__init__(peer, lease)
         self._limit = options.max_message_bytes
         self._queue_limit = options.peer_byte_limit
         self._pool = SegmentPool(options.pool_bytes, shared=False)
         self._other: InprocConnection = self
         # Guards all below, of this end. Nothing is run under it, and nobody who holds it takes the other end's.
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._queue: deque[Frames] = deque()
         self._queue_cost = 0
-        self._armed = False
+        self._is_open = False  # read by the holder of the lease
         self._closed_because = ""
         self._messages_put = self._messages_in = self._bytes_put = self._bytes_in = 0
+        self._writers: list[Waiter] = []  # that wait for room; its single operations are atomic
+
+    def open(self) -> None:
+        with self._lock:
+            self._is_open = True
+            has_something = bool(self._queue or self._closed_because)
+        if has_something:
+            self.lease.ring(self)
 
     def join(self, other: InprocConnection) -> None:
         self._other, other._other = other, self
@@ -88,85 +96,76 @@ class InprocConnection(Connection):
         self, frames: Frames, nbytes: int, timeout: float | None, before_waiting: Callable[[], None] | None
     ) -> bool:
         """Queues a message at this end; False if there was no room in time."""
-        with self._changed:
-            if not self._has_room_locked() and before_waiting is not None:
-                self._changed.release()
-                try:
-                    before_waiting()
-                finally:
-                    self._changed.acquire()
-            if not self._changed.wait_for(self._has_room_locked, timeout):
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._lock:
+                if self._has_room_locked():
+                    break
+                waiter = Waiter()
+                self._writers.append(waiter)
+            if before_waiting is not None:
+                before_waiting()
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
                 return False
+            waiter.sleep(left)
+        with self._lock:
             if self._closed_because:
                 raise ConnectionClosedError(self._other._closed_because or self._closed_because)
             self._queue.append(frames)
             self._queue_cost += nbytes + _OVERHEAD
             self._messages_put += 1
             self._bytes_put += nbytes
-            self._changed.notify_all()
-            readable = self._take_armed_locked()
-        if readable:
-            self._submit(self._on_event)
+            is_open = self._is_open
+        if is_open:
+            self.lease.ring(self)
         return True
+
+    def _wake_writers(self) -> None:
+        while self._writers:
+            try:
+                self._writers.pop().set_done()
+            except IndexError:
+                return
 
     def _has_room_locked(self) -> bool:
         """Also when there is nothing to wait for any more. One message always fits."""
         return bool(self._closed_because) or not self._queue or self._queue_cost < self._queue_limit
 
-    def _take_armed_locked(self) -> bool:
-        """Whether on_readable is to be called now."""
-        readable = self._armed and bool(self._queue or self._closed_because)
-        if readable:
-            self._armed = False
-        return readable
-
-    def _on_event(self) -> None:
-        self.on_readable(self)
-
-    def read(self, timeout: float | None) -> list[Frames]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closed_because, timeout)
+    def receive(self) -> list[Frames]:
+        with self._lock:
             if not self._queue and self._closed_because:
                 raise ConnectionClosedError(self._closed_because)
             frames = list(self._queue)
             self._queue.clear()
             self._queue_cost = 0
             self._messages_in, self._bytes_in = self._messages_put, self._bytes_put
-            self._changed.notify_all()
-            return frames
-
-    def arm(self) -> None:
-        with self._changed:
-            self._armed = True
-            readable = self._take_armed_locked()
-        if readable:
-            self._submit(self._on_event)
-
-    def disarm(self) -> None:
-        with self._changed:
-            self._armed = False
+        self._wake_writers()
+        if self._closed_because:
+            self.lease.ring(self)  # and the next time it says so
+        return frames
 
     def abort(self, reason: str = "closed") -> None:
         self._end(reason)
         self._other._end(f"worker {self._other.peer.name!r} closed the connection")
 
     def _end(self, reason: str) -> None:
-        with self._changed:
+        with self._lock:
             self._closed_because = self._closed_because or reason
-            self._changed.notify_all()
-            readable = self._take_armed_locked()
-        if readable:
-            self._submit(self._on_event)
+            is_open = self._is_open
+        self._wake_writers()
+        if is_open:
+            self.lease.ring(self)
 
     def dispose(self) -> None:
         self.abort()
-        with self._changed:
+        with self._lock:
             self._queue.clear()
+            self._is_open = False
         self._pool.close()
 
     def abandon(self) -> None:
-        self.reading = threading.Lock()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._closed_because = self._closed_because or FORKED
         self._queue.clear()
         self._pool.abandon()
@@ -193,13 +192,13 @@ class InprocListener(Listener):
 
 
 class InprocTransport(Transport):
-    """`submit` runs a function on a thread of the worker that this end belongs to."""
+    """Workers of this process that were given the same Hub."""
 
     name = "inproc"
 
-    def __init__(self, hub: Hub, submit: Submit, options: Options) -> None:
+    def __init__(self, hub: Hub, lease: ReadLease, options: Options) -> None:
         self._hub = hub
-        self._submit = submit
+        self._lease = lease
         self._options = options
 
     def listen(
@@ -207,7 +206,7 @@ class InprocTransport(Transport):
     ) -> Listener:
         def accept(hello: Hello, theirs: InprocConnection) -> InprocConnection:
             theirs.peer = answer(hello)
-            ours = InprocConnection(hello, self._submit, self._options)
+            ours = InprocConnection(hello, self._lease, self._options)
             ours.join(theirs)
             on_connection(ours)
             return ours
@@ -219,7 +218,7 @@ class InprocTransport(Transport):
         listener = self._hub.listeners.get(address)
         if listener is None:
             raise ConnectError(f"nobody answers at {address}")
-        connection = InprocConnection(hello, self._submit, self._options)
+        connection = InprocConnection(hello, self._lease, self._options)
         try:
             listener.accept(hello, connection)
         except TelegradError as error:
@@ -227,9 +226,9 @@ class InprocTransport(Transport):
         return connection
 
 
-def loopback(hello: Hello, submit: Submit, options: Options) -> tuple[InprocConnection, InprocConnection]:
+def loopback(hello: Hello, lease: ReadLease, options: Options) -> tuple[InprocConnection, InprocConnection]:
     """A worker's connection with itself."""
-    near = InprocConnection(hello, submit, options)
-    far = InprocConnection(hello, submit, options)
+    near = InprocConnection(hello, lease, options)
+    far = InprocConnection(hello, lease, options)
     near.join(far)
     return near, far

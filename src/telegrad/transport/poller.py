@@ -85,18 +85,18 @@ class Poller:
         whole, nanoseconds = divmod(max(1, int(seconds * 1e9)), 10**9)  # 0 would mean never
         _libc.timerfd_settime(self._timer_fd, 0, _TimerSpec(0, 0, whole, nanoseconds), None)
 
-    def new_timer(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
-        """What has the callback called, on one of the threads, so long after it was called."""
+    def new_timer(self, callback: Callable[[], None]) -> Callable[[float], None]:
+        """Makes a timer: a function that has the callback called, on one of the threads, so many seconds after it was
+        called, and replaces what was set before. It takes no lock: finalisers call it."""
         fd = self._own(_timerfd())
         self._callbacks[fd] = callback
-        whole, nanoseconds = divmod(int(seconds * 1e9), 10**9)
-        spec = _TimerSpec(0, 0, whole, nanoseconds)
 
-        def start() -> None:
+        def set_timer(seconds: float) -> None:
             if self._wake_fd >= 0:  # else it is gone
-                _libc.timerfd_settime(fd, 0, spec, None)
+                whole, nanoseconds = divmod(max(1, int(seconds * 1e9)), 10**9)  # 0 would mean never
+                _libc.timerfd_settime(fd, 0, _TimerSpec(0, 0, whole, nanoseconds), None)
 
-        return start
+        return set_timer
 
     def _on_timer(self) -> None:
         self.on_timer()

@@ -326,6 +326,11 @@ class SegmentPool:
             dropped, self._dropped = self._dropped, []
             return dropped
 
+    def put_back_dropped(self, dropped: list[int]) -> None:
+        """The peer was not told of these."""
+        with self._lock:
+            self._dropped += dropped
+
     def sizes(self) -> tuple[int, int]:
         """Bytes in all segments, and in the free ones."""
         with self._lock:

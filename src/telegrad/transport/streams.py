@@ -1,12 +1,11 @@
 """Frames over a stream socket: what `unix` and `tcp` have in common.
 
-The socket does not block; threads wait in poll(2), after a short spin. The bytes are wire.py's.
+The socket does not block: readers wait in the lease's epoll, writers in poll(2). The bytes are wire.py's.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import select
 import socket
 import threading
@@ -14,34 +13,37 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from .. import current
 from ..config import SHARED_MEMORY_FROM, Options
 from ..errors import (
     ConnectionClosedError,
+    HandedOverError,
     ProtocolError,
     TooLargeError,
     TransportError,
 )
+from ..events import logger
+from ..interrupts import interruptible
 from ..messages import Hello
 from .base import FORKED, Buffer, Connection, ConnectionStatistics, Frames
-from .poller import ARMED, DISARMED, Poller
+from .lease import ReadLease
 from .shm import SegmentPool
 from .wire import MAX_BUFFERS, MAX_HEADER, FrameReader, in_one_piece, in_pieces
 
 IOV_MAX = 1024
-_LIVELY = 1e-3  # messages at most this many seconds apart count as close
-_GRACE = 10e-3  # seconds that a reader whose time is over gives to a message that has begun to arrive
+_NO_SIGNAL = int(socket.MSG_NOSIGNAL)  # a plain number: the flags of the socket module are enums, and slow
+_LONGEST_WRITE = 2.0  # seconds that a write may go on after the connection was aborted
 _HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class StreamConnection(Connection):
     """One socket, after the handshake."""
 
-    def __init__(self, sock: socket.socket, peer: Hello, poller: Poller, options: Options) -> None:
-        super().__init__(peer)
+    def __init__(self, sock: socket.socket, peer: Hello, lease: ReadLease, options: Options) -> None:
+        super().__init__(peer, lease)
         sock.setblocking(False)
         self._sock = sock
         self._fd = sock.fileno()
-        self._poller = poller
         self._limit = options.max_message_bytes
         self._small = min(SHARED_MEMORY_FROM, self._limit + 1)
         # Set by whichever thread is first, and never changed back. Why nothing can be written; and whether
@@ -49,21 +51,18 @@ class StreamConnection(Connection):
         self._closed_because = ""
         self._aborted = False
         self._failed_with: type[TransportError] = ConnectionClosedError
-        self._disposed = False
-        # Guarded by `reading`:
+        self._reading_ended = self._writing_ended = False
+        # Guarded by the lease:
         self._private_pool = SegmentPool(options.pool_bytes, shared=False)
         self._reader = self._make_reader()
-        self._readable = select.poll()
-        self._readable.register(self._fd, select.POLLIN)
-        self._max_spin = options.spin if (os.cpu_count() or 1) > 1 else 0.0
-        self._lively = True  # whether the last message followed the one before it closely
-        self._last_message = 0.0
         # Guards the order of bytes on the socket, and the fields below. Held while a message is written;
         # taken over by a thread of its own when a writer's time is over in the middle of one.
         self._write_lock = threading.Lock()
         self._messages_out = self._bytes_out = 0
-        poller.register(self._fd, self._on_event)
-        self._watch = poller.watch
+
+    def open(self) -> None:
+        if not self._aborted:
+            self.lease.add(self._fd, self)
 
     def _make_reader(self) -> FrameReader:
         return FrameReader(self._limit, self._private_pool)
@@ -84,12 +83,10 @@ class StreamConnection(Connection):
             if self._closed_because:
                 raise ConnectionClosedError(self._closed_because)
             piece = in_one_piece(header, buffers, nbytes)
-            self._messages_out += 1
-            self._bytes_out += nbytes + len(header)
         except BaseException:
             self._write_lock.release()
             raise
-        self._write_pieces([piece], None, timeout, before_waiting)
+        self._write_pieces([piece], None, nbytes + len(header), timeout, before_waiting)
         return nbytes
 
     def _write_large(
@@ -112,14 +109,12 @@ class StreamConnection(Connection):
             if self._closed_because:
                 raise ConnectionClosedError(self._closed_because)
             pieces = self._compose(frames, nbytes, lane)
-            self._messages_out += 1
-            self._bytes_out += nbytes + len(frames.header)
         except BaseException:
             self._give_back_lane(lane)
             if locked:
                 self._write_lock.release()
             raise
-        self._write_pieces(pieces, lane, _left(deadline), before_waiting)
+        self._write_pieces(pieces, lane, nbytes + len(frames.header), _left(deadline), before_waiting)
         return nbytes
 
     def _check_size(self, frames: Frames, nbytes: int) -> None:
@@ -158,8 +153,12 @@ class StreamConnection(Connection):
         if before_waiting is not None:
             before_waiting()
         deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._write_lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-            raise self._too_slow()
+        # The lock is taken without waiting, so that an interrupt cannot come between it and its `try`.
+        while not self._write_lock.acquire(blocking=False):
+            left = _left(deadline)
+            if left is not None and left <= 0:
+                raise self._too_slow()
+            interruptible(_wait_until_free, self._write_lock, left)
         return _left(deadline)
 
     def _too_slow(self) -> TimeoutError:
@@ -169,18 +168,20 @@ class StreamConnection(Connection):
         self,
         pieces: list[Buffer],
         lane: Any,
+        nbytes: int | None,
         timeout: float | None,
         before_waiting: Callable[[], None] | None,
     ) -> None:
-        """Writes everything. The write lock is held, and is let go: by us, or by the thread that takes over the
-        rest when the time is over."""
-        handed_over = waited = False
+        """Writes a message of `nbytes` (-1: a word that is none), or (None) the rest of one. The write lock is held, and is let go: by this
+        thread, or by the one that takes over the rest when the time is over in the middle of the message."""
+        begun = nbytes is None
+        withdrawn = handed_over = waited = False
         deadline: float | None = None
         try:
             while True:
                 try:
                     if lane is None and len(pieces) == 1:
-                        sent = self._sock.send(pieces[0])
+                        sent = self._sock.send(pieces[0], _NO_SIGNAL)
                     else:
                         sent = self._send(pieces, lane)
                 except BlockingIOError:
@@ -191,36 +192,56 @@ class StreamConnection(Connection):
                         self._wait_until_writable(_left(deadline), before_waiting)
                     except ConnectionClosedError:
                         raise
-                    except BaseException:  # the time is over, or somebody pressed Ctrl-C
-                        self._leave_to_a_thread(pieces, lane)
+                    except BaseException as error:  # the time is over, or somebody pressed Ctrl-C
+                        if not begun:
+                            withdrawn = True
+                            self._withdraw(lane)
+                            raise
+                        self._leave_to_a_thread(pieces)
                         handed_over = True
-                        raise
+                        raise self._gave_up(error) from error
                     before_waiting = None
                     continue
-                lane = None
+                if not begun:
+                    begun, lane = True, None
+                    if nbytes >= 0:  # type: ignore[operator]
+                        self._messages_out += 1
+                        self._bytes_out += nbytes  # type: ignore[operator]
                 if len(pieces) == 1 and sent == len(pieces[0]):
                     return
                 pieces = _behind(pieces, sent)
                 if not pieces:
                     return
         except BaseException as error:
-            if handed_over or isinstance(error, ConnectionClosedError):
+            if withdrawn or handed_over or isinstance(error, ConnectionClosedError):
                 raise
             if isinstance(error, ConnectionError):
                 self._cannot_write(f"the connection with worker {self.peer.name!r} broke: {error}")
                 raise ConnectionClosedError(self._closed_because) from error
-            # Half a message may be out, and nobody can say how much of it.
+            # Half a message may be out, and the rest cannot follow.
             self.abort(f"a message to worker {self.peer.name!r} was interrupted in the middle: {error!r}")
-            if isinstance(error, OSError):
+            if isinstance(error, OSError | RuntimeError):  # which one that cannot start a thread is
                 raise ConnectionClosedError(self._closed_because) from error
             raise
         finally:
             if not handed_over:
                 self._write_lock.release()
 
+    def _withdraw(self, lane: Any) -> None:
+        """Undoes _compose() and _fill_lane() for a message of which nothing was sent. The write lock is held."""
+        self._give_back_lane(lane)
+
+    def _gave_up(self, error: BaseException) -> HandedOverError:
+        handed_over = HandedOverError(
+            f"worker {self.peer.name!r} did not take the message in time; the rest of it follows"
+        )
+        if not isinstance(error, TimeoutError):
+            handed_over.interrupt = error
+        return handed_over
+
     def _send(self, pieces: list[Buffer], lane: Any) -> int:
         """Sends what goes at one go. `lane` is given as long as nothing has gone."""
-        return self._sock.sendmsg(pieces[:IOV_MAX])
+        return self._sock.sendmsg(pieces[:IOV_MAX], (), _NO_SIGNAL)
 
     def _wait_until_writable(self, timeout: float | None, before_waiting: Callable[[], None] | None) -> None:
         if before_waiting is not None:
@@ -238,7 +259,7 @@ class StreamConnection(Connection):
         poll = select.poll()
         # RDHUP: a TCP peer that closed, and reads no more, would leave us here for ever.
         poll.register(self._fd, events | select.POLLRDHUP)
-        found = poll.poll(_milliseconds(timeout))
+        found = interruptible(poll.poll, _milliseconds(timeout))
         if found and found[0][1] & _HUNG_UP:
             self._cannot_write(f"worker {self.peer.name!r} closed the connection")
         if self._closed_because:
@@ -249,14 +270,15 @@ class StreamConnection(Connection):
         if not self._closed_because:
             self._closed_because = reason
 
-    def _leave_to_a_thread(self, pieces: list[Buffer], lane: Any) -> None:
+    def _leave_to_a_thread(self, pieces: list[Buffer]) -> None:
         # Half a message is out, so the stream is of no use until the other half is; but the caller's time is
-        # over and its tensors are its own again. So the rest is copied, and written by whoever has the time.
+        # over and its tensors are its own again. So the rest is copied, and written by a thread that has the time.
         rest: list[Buffer] = [bytes(piece) for piece in pieces]
 
         def finish() -> None:
+            current.thread.critical = 1
             try:
-                self._write_pieces(rest, lane, None, None)
+                self._write_pieces(rest, None, None, None, None)
             except ConnectionClosedError:
                 pass
 
@@ -264,46 +286,15 @@ class StreamConnection(Connection):
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def read(self, timeout: float | None) -> list[Frames]:
+    def receive(self) -> list[Frames]:
+        if self._aborted:
+            raise self._failed_with(self._closed_because)
         frames: list[Frames] = []
-        began = spin_until = -1.0
-        while True:
-            if self._aborted:
-                raise self._failed_with(self._closed_because)
-            try:
-                self._receive_once(frames)
-                if frames:
-                    now = time.monotonic()
-                    # Spinning pays where messages follow each other closely, and costs a core elsewhere.
-                    self._lively = now - self._last_message < _LIVELY
-                    self._last_message = now
-                    return frames
-                empty = False
-            except BlockingIOError:
-                empty = True
-            left = timeout
-            if timeout == 0 and empty and not self._reader.in_the_middle:
-                return frames
-            now = time.monotonic()
-            if began < 0:
-                began = now
-                spin_until = now + (self._max_spin if self._lively else 0.0)
-            if timeout is not None:
-                left = began + timeout - now
-                if left <= 0:
-                    left += _GRACE if self._reader.in_the_middle else 0.0
-                    if left <= 0:
-                        return frames
-            if not empty:
-                continue
-            if now < spin_until:
-                os.sched_yield()
-            else:
-                self._readable.poll(_milliseconds(left))
-
-    @property
-    def linger(self) -> float:
-        return self._max_spin if self._lively else 0.0
+        try:
+            self._receive_once(frames)
+        except BlockingIOError:
+            pass
+        return frames
 
     def _receive_once(self, frames: list[Frames]) -> None:
         """Takes what the socket has, once, and appends what is whole. Raises BlockingIOError if it has nothing."""
@@ -326,8 +317,8 @@ class StreamConnection(Connection):
             self.abort(f"the connection with worker {self.peer.name!r} broke: {error}")
             if not frames:
                 raise ConnectionClosedError(self._closed_because) from error
-        except BaseException:  # Ctrl-C: what was received may not have been noted
-            self.abort(f"reading from worker {self.peer.name!r} was interrupted")
+        except BaseException as error:  # what was received may not have been noted
+            self.abort(f"reading from worker {self.peer.name!r} was interrupted: {error!r}")
             raise
 
     def _receive(self, target: memoryview) -> int:
@@ -335,23 +326,6 @@ class StreamConnection(Connection):
         return self._sock.recv_into(target)
 
     # -- life ------------------------------------------------------------------------------------------
-
-    def _on_event(self) -> None:
-        self.on_readable(self)
-
-    def arm(self) -> None:
-        try:
-            self._watch(self._fd, ARMED)
-        except (OSError, ValueError):  # not watched any more
-            if not self._aborted:
-                raise
-
-    def disarm(self) -> None:
-        try:
-            self._watch(self._fd, DISARMED)
-        except (OSError, ValueError):
-            if not self._aborted:
-                raise
 
     def abort(self, reason: str = "closed") -> None:
         if not self._closed_because:
@@ -364,29 +338,42 @@ class StreamConnection(Connection):
 
     def dispose(self) -> None:
         self.abort()
-        # The descriptor's number may be given to somebody else as soon as it is closed, so nobody may be
-        # inside a read or a write. abort() has sent them all away.
-        with self.reading, self._write_lock:
-            if self._disposed:
-                return
-            self._disposed = True
-            self._poller.unregister(self._fd)
-            self._sock.close()
+        self.lease.remove(self._fd)
+        # The descriptor's number may be given to another connection as soon as it is closed, so no thread may be
+        # inside of a read or a write. The lease sees to the one, abort() has sent writers away; the second of the two
+        # closes the descriptor.
+        self.lease.run_unread(self._end_reading)
+        if not self._write_lock.acquire(timeout=_LONGEST_WRITE):
+            logger.error("a write to worker %r does not end; its socket stays open", self.peer.name)
+            return
+        try:
+            self._end_writing()
+        finally:
+            self._write_lock.release()
+
+    def _end_reading(self) -> None:
+        """Any number of times. The lease is held."""
+        if not self._reading_ended:
+            self._reading_ended = True
             self._reader.close()
             self._private_pool.close()
-            self._dispose_lane()
+            if self._writing_ended:
+                self._sock.close()
 
-    def _dispose_lane(self) -> None:
-        """Gives back what a lane holds."""
+    def _end_writing(self) -> None:
+        """Any number of times. The write lock is held."""
+        if not self._writing_ended:
+            self._writing_ended = True
+            if self._reading_ended:
+                self._sock.close()
 
     def abandon(self) -> None:
         # The copy of the socket must go, or the peer would not see the parent's end while the fork lives.
         self._closed_because = self._closed_because or FORKED
-        self._aborted = self._disposed = True
-        self.reading, self._write_lock = threading.Lock(), threading.Lock()  # whoever held them is not here
+        self._aborted = self._reading_ended = self._writing_ended = True
+        self._write_lock = threading.Lock()  # the thread that held it is not here
         self._sock.close()
         self._private_pool.abandon()
-        self._dispose_lane()
 
     def tick(self) -> None:
         self._private_pool.tick()
@@ -405,6 +392,11 @@ def _behind(pieces: list[Buffer], sent: int) -> list[Buffer]:
             return [memoryview(piece)[sent:], *pieces[index + 1 :]]
         sent -= len(piece)
     return []
+
+
+def _wait_until_free(lock: threading.Lock, timeout: float | None) -> None:
+    if lock.acquire(timeout=-1 if timeout is None else timeout):
+        lock.release()
 
 
 def _left(deadline: float | None) -> float | None:

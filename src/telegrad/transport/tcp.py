@@ -12,6 +12,7 @@ from ..errors import AddressError, ConnectError
 from ..messages import Hello
 from .base import Connection, Listener, Transport
 from .handshake import greet, welcome
+from .lease import ReadLease
 from .listening import StreamListener, connect_socket, split_address
 from .poller import Poller
 from .streams import StreamConnection
@@ -20,16 +21,17 @@ from .streams import StreamConnection
 class TcpConnection(StreamConnection):
     transport = "tcp"
 
-    def __init__(self, sock: socket.socket, peer: Hello, poller: Poller, options: Options) -> None:
+    def __init__(self, sock: socket.socket, peer: Hello, lease: ReadLease, options: Options) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        super().__init__(sock, peer, poller, options)
+        super().__init__(sock, peer, lease, options)
 
 
 class TcpTransport(Transport):
     name = "tcp"
 
-    def __init__(self, poller: Poller, options: Options) -> None:
+    def __init__(self, poller: Poller, lease: ReadLease, options: Options) -> None:
         self._poller = poller
+        self._lease = lease
         self._options = options
 
     def listen(
@@ -37,7 +39,7 @@ class TcpTransport(Transport):
     ) -> Listener:
         def accept(sock: socket.socket) -> Connection:
             peer = welcome(sock, answer, self._options.connect_timeout)
-            return TcpConnection(sock, peer, self._poller, self._options)
+            return TcpConnection(sock, peer, self._lease, self._options)
 
         host = self._options.tcp_host
         _check_listening_host(host, allowed=self._options.insecure_listen_beyond_loopback)
@@ -61,7 +63,7 @@ class TcpTransport(Transport):
         sock = connect_socket(family, target, address, timeout)
         try:
             peer = greet(sock, hello, address, deadline - time.monotonic())
-            return TcpConnection(sock, peer, self._poller, self._options)
+            return TcpConnection(sock, peer, self._lease, self._options)
         except BaseException:
             sock.close()
             raise

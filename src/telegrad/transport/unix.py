@@ -24,10 +24,11 @@ from ..events import logger
 from ..messages import Hello
 from .base import Buffer, Connection, ConnectionStatistics, Frames, Listener, Transport
 from .handshake import greet, welcome
+from .lease import ReadLease
 from .listening import StreamListener, connect_socket, split_address
 from .poller import Poller
 from .shm import FREE, Mappings, Segment, SegmentPool, aligned, copy_into
-from .streams import IOV_MAX, StreamConnection
+from .streams import _NO_SIGNAL, IOV_MAX, StreamConnection
 from .wire import FrameReader, forget_words, in_pieces, in_segment
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -41,15 +42,18 @@ _CLOEXEC, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 class UnixConnection(StreamConnection):
     transport = "unix"
 
-    def __init__(self, sock: socket.socket, peer: Hello, poller: Poller, options: Options) -> None:
+    def __init__(self, sock: socket.socket, peer: Hello, lease: ReadLease, options: Options) -> None:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, 1 << 20)
         self._pool = SegmentPool(options.pool_bytes, shared=True)
         self._unread_limit = options.peer_byte_limit
         self._warned = False
-        self._mappings = Mappings()  # guarded by `reading`
-        self._descriptors: list[int] = []  # received, not yet claimed by a message; guarded by `reading`
-        super().__init__(sock, peer, poller, options)
+        self._mappings = Mappings()  # guarded by the lease
+        self._descriptors: list[int] = []  # received, not yet claimed by a message; guarded by the lease
+        self._words: list[
+            int
+        ] = []  # segments to be forgotten, in the message being written; under the write lock
+        super().__init__(sock, peer, lease, options)
 
     def _make_reader(self) -> FrameReader:
         return FrameReader(self._limit, self._private_pool, self._shared_buffers, self._mappings.forget)
@@ -116,23 +120,28 @@ class UnixConnection(StreamConnection):
         else:
             fresh = not lane.passed_on
             pieces = [in_segment(frames.header, frames.buffers, lane.id, lane.capacity, fresh=fresh)]
-            lane.passed_on = True
-        if dropped := self._pool.take_dropped():
-            pieces.insert(0, forget_words(dropped))
+        self._words = self._pool.take_dropped()
+        if self._words:
+            pieces.insert(0, forget_words(self._words))
         return pieces
+
+    def _withdraw(self, lane: Segment | None) -> None:
+        self._pool.put_back_dropped(self._words)
+        super()._withdraw(lane)
 
     def _send(self, pieces: list[Buffer], lane: Segment | None) -> int:
         if lane is None or lane.fd < 0:
-            return self._sock.sendmsg(pieces[:IOV_MAX])
+            return self._sock.sendmsg(pieces[:IOV_MAX], (), _NO_SIGNAL)
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [lane.fd]))
         try:
-            sent = self._sock.sendmsg(pieces, [rights])
+            sent = self._sock.sendmsg(pieces, [rights], _NO_SIGNAL)
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS:
                 raise
             # The system lets only so many descriptors of one user be on their way.
             self._wait_for(0, _LONGEST_PAUSE)
             raise BlockingIOError from error
+        lane.passed_on = True
         lane.close()  # it is the peer's now; the mapping stays
         return sent
 
@@ -175,25 +184,32 @@ class UnixConnection(StreamConnection):
         if not self._pool.has_dropped or not self._write_lock.acquire(blocking=False):
             return  # whoever writes says it, or the next tick does
         try:
-            words = forget_words(self._pool.take_dropped())
+            self._words = self._pool.take_dropped()
+            words = forget_words(self._words)
         except BaseException:
             self._write_lock.release()
             raise
         try:
-            self._write_pieces([words], None, 0.0, None)
+            self._write_pieces([words], None, -1, 0.0, None)
         except (TimeoutError, ConnectionClosedError):
-            pass
+            pass  # it is said with the next message
 
-    def _dispose_lane(self) -> None:
-        self._pool.close()
+    def _end_reading(self) -> None:
+        super()._end_reading()
         self._mappings.close()
         for fd in self._descriptors:
             os.close(fd)
         self._descriptors.clear()
 
+    def _end_writing(self) -> None:
+        super()._end_writing()
+        self._pool.close()
+
     def abandon(self) -> None:
         self._pool.abandon()
         super().abandon()
+        self._end_reading()
+        self._end_writing()
 
     def statistics(self) -> ConnectionStatistics:
         total, free = self._pool.sizes()
@@ -203,8 +219,9 @@ class UnixConnection(StreamConnection):
 class UnixTransport(Transport):
     name = "unix"
 
-    def __init__(self, poller: Poller, options: Options) -> None:
+    def __init__(self, poller: Poller, lease: ReadLease, options: Options) -> None:
         self._poller = poller
+        self._lease = lease
         self._options = options
 
     def listen(
@@ -213,7 +230,7 @@ class UnixTransport(Transport):
         def accept(sock: socket.socket) -> Connection:
             _check_user(sock)
             peer = welcome(sock, answer, self._options.connect_timeout)
-            return UnixConnection(sock, peer, self._poller, self._options)
+            return UnixConnection(sock, peer, self._lease, self._options)
 
         try:
             sock, path_fd = bind_unseen()
@@ -229,7 +246,7 @@ class UnixTransport(Transport):
         try:
             _check_user(sock)
             peer = greet(sock, hello, address, deadline - time.monotonic())
-            return UnixConnection(sock, peer, self._poller, self._options)
+            return UnixConnection(sock, peer, self._lease, self._options)
         except BaseException:
             sock.close()
             raise

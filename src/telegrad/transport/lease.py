@@ -1,0 +1,359 @@
+"""The read lease: the right to read the connections of one worker. One thread at a time has it.
+
+    try_take()   a thread that waits for a message takes the lease, if it is free
+    on_event     an idle thread of the worker takes it, when something has arrived and the lease was free
+    wait()       the holder waits for connections that have something to read
+    Turn         the holder keeps the lease while it does other work, and can be relieved of it
+    release()    from here on an idle thread is woken for what arrives
+
+There is always a thread that reads or will be woken to read, so no message is left lying.
+
+# Note [an epoll inside of an epoll]
+The lease has an epoll of its own, the inner one, with all connections: level-triggered, never armed or disarmed. The
+inner epoll's descriptor is registered in the worker's poller, the outer epoll, for one event at a time. So the lease
+costs one lock and one epoll_ctl to take, however many connections there are, and idle threads, which sleep in the
+outer epoll, are not woken for what the holder reads. Connections without a descriptor (inproc) ring a bell: an eventfd
+in the inner epoll, with a queue beside it. The bell also wakes the holder for other reasons.
+
+# Note [who may do what, and when]
+holder       wait(), Connection.receive(), release(). Users' code runs only after release(), or inside of a Turn that
+             was left. An exception, Ctrl-C among them, leaves the lease with the holder, which must release it.
+any thread   try_take(), add(), remove(), ring(), run_unread(), and Turn.relieve()
+run_unread   A connection's descriptor may be closed only while no thread is inside of receive(): the number would be
+             given to another connection. So the closing is left to the holder, which comes round because the bell
+             rings; or it is done at once, where the lease is free. remove() comes first, so that the connection is
+             not found again.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .. import current
+from ..events import logger
+from ..interrupts import interruptible
+from .poller import ARMED, DISARMED, Poller
+
+if TYPE_CHECKING:
+    from ..waiter import Waiter
+    from .base import Connection
+
+PATIENCE = 5e-3  # seconds that a thread may keep the lease while it does other work, before it is relieved
+_LIVELY = 1e-3  # messages at most this many seconds apart count as close
+_AT_ONCE = 16  # connections that one look finds
+_READABLE = select.EPOLLIN | select.EPOLLRDHUP
+_NONE: list[Any] = []
+
+
+class ReadLease:
+    """One worker's. `on_readable` is called with the lease held, on an idle thread, when something has arrived."""
+
+    def __init__(self, poller: Poller, spin: float = 0.0) -> None:
+        self.on_readable: Callable[[], None] = self.release
+        self.max_spin = spin if (os.cpu_count() or 1) > 1 else 0.0
+        self._poller = poller
+        self._lock = (
+            threading.Lock()
+        )  # the lease itself: guards receive() of all connections, and the two below
+        self._lively = True  # the last message followed the one before it closely
+        self._last = 0.0
+        self._inner = select.epoll()
+        self._fd = self._inner.fileno()
+        self._poll = self._inner.poll
+        self._set = poller.watch
+        # The single operations on these are atomic:
+        self._by_fd: dict[int, Connection] = {}
+        self._rung: deque[Connection] = deque()  # connections that have rung the bell
+        self._unread: deque[Callable[[], None]] = deque()  # see run_unread
+        self._is_rung = False
+        self._closed = False
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._inner.register(self._bell, select.EPOLLIN)
+        self._turn: Turn | None = None  # the last one that began
+        self._timer_at = 0.0
+        poller.register(self._fd, self._on_event)
+        poller.on_timer = self._on_timer
+        self._set(self._fd, ARMED)
+        _leases.add(self)
+
+    # -- taking and releasing --------------------------------------------------------------------------
+
+    def try_take(self) -> bool:
+        """Takes the lease, if no thread has it."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._set(self._fd, DISARMED)
+        except (OSError, ValueError):
+            pass  # the worker has closed
+        return True
+
+    def release(self) -> None:
+        """Gives the lease back. Armed after the release: a thread that is woken before it would find the lease taken,
+        and leave."""
+        if self._unread:
+            self._run_unread()
+        self._lock.release()
+        try:
+            self._set(self._fd, ARMED)
+        except (OSError, ValueError):
+            pass
+        if self._unread:
+            self._settle()
+
+    def _on_event(self) -> None:
+        """On an idle thread. The event has disarmed the descriptor."""
+        if self._lock.acquire(blocking=False):
+            self.on_readable()
+
+    # -- connections -----------------------------------------------------------------------------------
+
+    def add(self, fd: int, connection: Connection) -> None:
+        """Reads a connection from here on."""
+        self._by_fd[fd] = connection
+        try:
+            self._inner.register(fd, _READABLE)
+        except BaseException:
+            self._by_fd.pop(fd, None)
+            raise
+
+    def remove(self, fd: int) -> None:
+        """Reads a connection no more. Any number of times, and before its descriptor is closed."""
+        if self._by_fd.pop(fd, None) is not None:
+            try:
+                self._inner.unregister(fd)
+            except (OSError, ValueError):
+                pass  # the worker has closed
+
+    def ring(self, connection: Connection | None = None) -> None:
+        """Wakes the holder, or an idle thread; for a connection without a descriptor, when it has something to read."""
+        if connection is not None:
+            self._rung.append(connection)
+        if not self._is_rung and not self._closed:
+            self._is_rung = True
+            os.eventfd_write(self._bell, 1)
+
+    def run_unread(self, task: Callable[[], None]) -> None:
+        """Runs a quick task while no thread reads: now, or when the holder comes round."""
+        self._unread.append(task)
+        self._settle()
+
+    def _settle(self) -> None:
+        # The holder looks for tasks before it releases, and again after: one of the two threads sees the other.
+        if self.try_take():
+            self.release()
+        elif self._unread:
+            self.ring()
+
+    def _run_unread(self) -> None:
+        while self._unread:
+            task = self._unread.popleft()  # the holder's alone
+            try:
+                task()
+            except Exception:
+                logger.exception("a connection could not be closed")
+
+    # -- waiting ---------------------------------------------------------------------------------------
+
+    @property
+    def linger(self) -> float:
+        """How many seconds a thread that has read should wait for the next message before it does something else; 0
+        where messages are far apart."""
+        return self.max_spin if self._lively else 0.0
+
+    def wait(self, timeout: float | None, waiter: Waiter | None = None) -> list[Connection]:
+        """The connections that have something to read. Waits up to `timeout` seconds (0: not at all, None: for ever),
+        or until `waiter` is done. The caller holds the lease, and an interrupt leaves it with the caller."""
+        poll = self._poll
+        try:
+            events = poll(0, _AT_ONCE)
+            if not events:
+                now = time.monotonic()
+                until = None if timeout is None else now + timeout
+                # Spinning pays where messages follow each other closely, and costs a core elsewhere.
+                spin_until = now + self.max_spin if self._lively else now
+                while not events:
+                    if waiter is not None and waiter.done:
+                        return _NONE
+                    now = time.monotonic()
+                    if until is not None and now >= until:
+                        return _NONE
+                    if now < spin_until:
+                        os.sched_yield()
+                        events = poll(0, _AT_ONCE)
+                    else:
+                        events = self._block(None if until is None else until - now, waiter)
+        except (OSError, ValueError):
+            if not self._closed:
+                raise
+            return _NONE
+        now = time.monotonic()
+        self._lively = now - self._last < _LIVELY
+        self._last = now
+        by_fd = self._by_fd
+        found = [connection for fd, _ in events if (connection := by_fd.get(fd)) is not None]
+        if len(found) != len(events) or self._is_rung:
+            self._answer_bell(found)
+        return found
+
+    def _block(self, timeout: float | None, waiter: Waiter | None) -> list[tuple[int, int]]:
+        if waiter is not None and self.ring not in waiter.wakes:
+            waiter.wakes.append(self.ring)
+            if waiter.done:
+                return _NONE
+        return interruptible(self._poll, timeout, _AT_ONCE)
+
+    def _answer_bell(self, found: list[Connection]) -> None:
+        try:
+            os.eventfd_read(self._bell)
+        except BlockingIOError:
+            pass  # it did not ring; or it is just about to, and then rings in vain
+        # First this, then the queues: who appends to one and finds the bell rung still is seen.
+        self._is_rung = False
+        if self._unread:
+            self._run_unread()
+        rung: dict[Connection, None] = {}
+        while self._rung:
+            rung[self._rung.popleft()] = None
+        found.extend(rung)
+
+    # -- relief ----------------------------------------------------------------------------------------
+
+    def began(self, turn: Turn) -> None:
+        self._turn = turn
+
+    def watch(self, now: float) -> None:
+        """A thread does other work from now on, and must be relieved if that takes long."""
+        if now >= self._timer_at:
+            # Not for each message: a timer that is set may ring early for this one, and is then set again.
+            self._timer_at = now + PATIENCE
+            self._poller.set_timer(PATIENCE)
+
+    def _on_timer(self) -> None:
+        turn = self._turn
+        if turn is None or not turn.is_away:
+            return
+        now = time.monotonic()
+        if now - turn.since >= PATIENCE * 0.9:
+            turn.relieve()
+        else:
+            self._timer_at = now + PATIENCE
+            self._poller.set_timer(PATIENCE)
+
+    def relieve(self) -> None:
+        """Relieves the thread that keeps the lease while it does other work, if there is one."""
+        if self._turn is not None:
+            self._turn.relieve()
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """After the last connection was disposed of. A thread that still waits is let go."""
+        self.ring()
+        self.run_unread(self._close)
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._poller.unregister(self._fd)
+            self._inner.close()
+            os.close(self._bell)
+            self._turn = None
+            self.on_readable = _nothing
+
+    def abandon(self) -> None:
+        """In a fork of the process: lets go of the copies of descriptors. The epoll itself is the parent's."""
+        self._lock = threading.Lock()
+        self._unread.clear()
+        if not self._closed:
+            self._closed = True
+            self._inner.close()
+            os.close(self._bell)
+            self._by_fd.clear()
+
+
+class Turn:
+    """One thread's time with the lease, over several reads and other work in between.
+
+    Most functions are quick: to wake another thread for each message, or to release the lease each time, would cost
+    more than they do. So the thread keeps the lease while it runs functions, and is relieved of it as soon as
+    one turns out not to be quick: when it makes a call of its own, when it took long the last time, or when a timer
+    finds it still at it. A relieved thread finishes its function; the lease, and the messages that were read and not
+    begun, go to other threads.
+    """
+
+    __slots__ = ("_away", "_hand_on", "_lease", "since", "waiting")
+
+    def __init__(self, lease: ReadLease, hand_on: Callable[[Any], None]) -> None:
+        """The calling thread holds the lease."""
+        self._lease = lease
+        self._hand_on = hand_on
+        self._away: list[None] = []  # not empty: the thread may be relieved. list.pop decides who is first
+        self.since = 0.0
+        self.waiting: deque[Any] = deque()  # messages that were read and not yet begun
+        lease.began(self)
+        current.thread.relieve = self.relieve
+
+    @property
+    def is_away(self) -> bool:
+        return bool(self._away)
+
+    def leave(self) -> None:
+        """Before other work: from here on the thread can be relieved."""
+        self.since = now = time.monotonic()
+        self._away.append(None)
+        self._lease.watch(now)
+
+    def take_back(self) -> bool:
+        """After other work: whether the thread still has the lease. Then it cannot be relieved until `leave`."""
+        try:
+            self._away.pop()
+        except IndexError:
+            return False
+        return True
+
+    def relieve(self) -> None:
+        """Releases the lease, if the thread is at other work. From any thread, any number of times."""
+        try:
+            self._away.pop()
+        except IndexError:
+            return
+        self._lease.release()
+        self.pass_waiting_on()
+
+    def pass_waiting_on(self) -> None:
+        """Has other threads run what was read and not begun."""
+        while self.waiting:
+            try:
+                message = self.waiting.popleft()
+            except IndexError:
+                return
+            self._hand_on(message)
+
+    def end(self) -> None:
+        """Ends the turn, and releases the lease if the thread still has it."""
+        current.thread.relieve = None
+        if self.take_back():
+            self._lease.release()
+
+
+_leases: weakref.WeakSet[ReadLease] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for lease in list(_leases):
+        lease.abandon()
+
+
+def _nothing() -> None:
+    pass
+
+
+os.register_at_fork(after_in_child=_in_child)
