@@ -137,6 +137,7 @@ class Reader:
                     for frames in connection.receive():
                         self._open(connection, frames, found)
                 except Exception as error:
+                    self._lease.remove(connection)
                     lost = [*(lost or ()), (connection, error)]
         except BaseException:  # Ctrl-C while waiting
             self._lease.release()

@@ -64,6 +64,7 @@ class Connection(ABC):
 
     transport: str
     peer: Hello
+    fd = -1  # its descriptor, for a connection that the lease polls; the others ring the lease's bell
 
     def __init__(self, peer: Hello, lease: ReadLease) -> None:
         self.peer = peer

@@ -115,22 +115,24 @@ class ReadLease:
 
     # -- connections -----------------------------------------------------------------------------------
 
-    def add(self, fd: int, connection: Connection) -> None:
-        """Reads a connection from here on."""
-        self._by_fd[fd] = connection
+    def add(self, connection: Connection) -> None:
+        """Reads a connection that has a descriptor, from here on."""
+        self._by_fd[connection.fd] = connection
         try:
-            self._inner.register(fd, _READABLE)
+            self._inner.register(connection.fd, _READABLE)
         except BaseException:
-            self._by_fd.pop(fd, None)
+            self._by_fd.pop(connection.fd, None)
             raise
 
-    def remove(self, fd: int) -> None:
+    def remove(self, connection: Connection) -> None:
         """Reads a connection no more. Any number of times, and before its descriptor is closed."""
-        if self._by_fd.pop(fd, None) is not None:
+        if self._by_fd.get(connection.fd) is connection:
+            # In this order: as long as the epoll finds it, the holder must find the connection, and hear of its end.
             try:
-                self._inner.unregister(fd)
+                self._inner.unregister(connection.fd)
             except (OSError, ValueError):
-                pass  # the worker has closed
+                pass  # another thread removes it, too; or the worker has closed
+            self._by_fd.pop(connection.fd, None)
 
     def ring(self, connection: Connection | None = None) -> None:
         """Wakes the holder, or an idle thread; for a connection without a descriptor, when it has something to read."""

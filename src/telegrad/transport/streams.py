@@ -43,7 +43,7 @@ class StreamConnection(Connection):
         super().__init__(peer, lease)
         sock.setblocking(False)
         self._sock = sock
-        self._fd = sock.fileno()
+        self.fd = sock.fileno()
         self._limit = options.max_message_bytes
         self._small = min(SHARED_MEMORY_FROM, self._limit + 1)
         # Set by whichever thread is first, and never changed back. Why nothing can be written; and whether
@@ -62,7 +62,7 @@ class StreamConnection(Connection):
 
     def open(self) -> None:
         if not self._aborted:
-            self.lease.add(self._fd, self)
+            self.lease.add(self)
 
     def _make_reader(self) -> FrameReader:
         return FrameReader(self._limit, self._private_pool)
@@ -258,7 +258,7 @@ class StreamConnection(Connection):
         """
         poll = select.poll()
         # RDHUP: a TCP peer that closed, and reads no more, would leave us here for ever.
-        poll.register(self._fd, events | select.POLLRDHUP)
+        poll.register(self.fd, events | select.POLLRDHUP)
         found = interruptible(poll.poll, _milliseconds(timeout))
         if found and found[0][1] & _HUNG_UP:
             self._cannot_write(f"worker {self.peer.name!r} closed the connection")
@@ -338,7 +338,7 @@ class StreamConnection(Connection):
 
     def dispose(self) -> None:
         self.abort()
-        self.lease.remove(self._fd)
+        self.lease.remove(self)
         # The descriptor's number may be given to another connection as soon as it is closed, so no thread may be
         # inside of a read or a write. The lease sees to the one, abort() has sent writers away; the second of the two
         # closes the descriptor.
