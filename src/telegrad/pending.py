@@ -166,7 +166,12 @@ class PendingCalls:
                 if soonest is None or call.deadline < soonest.deadline:  # type: ignore[operator]
                     soonest = call
             elif self.take(call.id) is not None:
-                self._on_expired(call)
+                try:
+                    self._on_expired(call)
+                except Exception:  # the deadlines of others go on
+                    logger.exception(
+                        "a call of %s on worker %r could not be expired", call.function, call.peer
+                    )
         if soonest is not None:
             self.watch(soonest)
 

@@ -124,7 +124,9 @@ class Worker:
             transports.append(UnixTransport(self._poller, self._lease, options))
         if "tcp" in options.transports and hub is None:
             transports.append(TcpTransport(self._poller, self._lease, options))
-        self._peers = Peers(hello, member.host, group, transports, options, lambda connection: connection.open())
+        self._peers = Peers(
+            hello, member.host, group, transports, options, lambda connection: connection.open()
+        )
         self._calls = Calls(
             self, self._codec, self._peers, self._pending, self._reader, self._dispatch, self._threads
         )

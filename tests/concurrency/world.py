@@ -20,6 +20,7 @@ import select
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,7 @@ class _Thread:
         self.ended = False
         self.result: Any = None
         self.error: BaseException | None = None
+        self.made: NewThread | None = None
         self.thread = threading.Thread(target=self._run, args=(world, function), name=name, daemon=True)
 
     def _run(self, world: World, function: Callable[[], Any]) -> None:
@@ -70,7 +72,9 @@ class World:
         self.lines = 0  # that were run
         self.now = 1000.0
         self.dead: DeadlockError | None = None
-        self.at_line: Callable[[int, str], None] | None = None  # gets each line's number, and its thread's name
+        self.at_line: Callable[[int, str], None] | None = (
+            None  # gets each line's number, and its thread's name
+        )
         self._fds = itertools.count(100)
         self.epolls: list[Epoll] = []
         self.counts: dict[int, int] = {}  # of eventfds
@@ -173,8 +177,8 @@ class World:
         """Replaces the system in modules: time, threading, select and os, as far as each has them."""
         clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
         thread = SimpleNamespace(
-            Lock=lambda: Lock(self), RLock=threading.RLock, Thread=self._new_thread,
-            current_thread=lambda: self._mine.current, get_ident=lambda: id(self._mine.current),
+            Lock=lambda: Lock(self), RLock=threading.RLock, Thread=partial(NewThread, self),
+            current_thread=lambda: self._mine.current.made, get_ident=lambda: id(self._mine.current),
         )  # fmt: skip
         epoll = SimpleNamespace(
             epoll=lambda: Epoll(self), EPOLLIN=select.EPOLLIN, EPOLLRDHUP=select.EPOLLRDHUP
@@ -188,8 +192,9 @@ class World:
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, instead)
 
-    def _new_thread(self, target: Callable[[], Any], name: str = "", daemon: bool = True) -> Any:
-        return SimpleNamespace(start=lambda: self.spawn(target, name), name=name)
+    def start(self, thread: NewThread) -> None:
+        """Starts a thread that a watched module has made. Tests may replace it."""
+        self.spawn(thread.target, thread.name).made = thread
 
     def new_fd(self) -> int:
         return next(self._fds)
@@ -212,6 +217,16 @@ class World:
         if fd in self.readable or self.counts.get(fd):
             return True
         return any(epoll.fd == fd and epoll.events() for epoll in self.epolls)
+
+
+class NewThread:
+    """What threading.Thread() makes in a watched module."""
+
+    def __init__(self, world: World, target: Callable[[], Any], name: str = "", daemon: bool = True) -> None:
+        self.target, self.name, self._world = target, name, world
+
+    def start(self) -> None:
+        self._world.start(self)
 
 
 class Lock:
