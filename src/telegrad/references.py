@@ -83,14 +83,17 @@ class Owned:
 class Held:
     """A value of another worker."""
 
-    __slots__ = ("confirmed", "creation", "credits", "handles", "id", "owner")
+    __slots__ = ("confirmed", "creation", "credits", "handles", "id", "is_orphan", "owner")
 
     def __init__(self, id: int, owner: int) -> None:
         self.id = id
         self.owner = owner
-        self.handles = 0  # here, on loan, messages that were read and not decoded yet, Holds that were not sent yet
+        self.handles = (
+            0  # here, on loan, messages that were read and not decoded yet, Holds that were not sent yet
+        )
         self.credits = 0  # to be given back
         self.confirmed = False  # the owner keeps it for us
+        self.is_orphan = False  # the owner is gone, or cannot be told of it: no loan would ever be returned
         self.creation: PendingCall | None = None  # what creates it, at the worker that called for that
 
 
@@ -386,7 +389,7 @@ class References:
                 loan = 0
                 if isinstance(entry, Owned):
                     _give_credit(entry, to)
-                elif to != entry.owner:
+                elif to != entry.owner and not entry.is_orphan:
                     loan = self.host.new_message_id()
                     entry.handles += 1
                     self._loans[loan] = (entry, to)
@@ -445,6 +448,7 @@ class References:
                 held = self._held.get(lent.rref)
                 if held is None:
                     held = self._held[lent.rref] = Held(lent.rref, lent.owner)
+                    held.is_orphan = lent.owner in self._lost
                 held.handles += 1
                 held.credits += 1
                 held.confirmed = True  # by the owner, or by its credit for the worker that has lent it
@@ -465,9 +469,18 @@ class References:
 
     def _hold(self, held: Held, hold: Hold) -> None:
         try:
-            self._tell(held.owner, Kind.HOLD, hold)
+            if not self._tell(held.owner, Kind.HOLD, hold):
+                with self._lock:
+                    held.is_orphan = True
+                    self._end_loans_locked(held.owner)
         finally:
             self.let_go(held)
+
+    def _end_loans_locked(self, lost: int) -> None:
+        """Ends the loans to a worker that is gone, and those that no owner will return."""
+        for loan, (held, to) in list(self._loans.items()):
+            if to == lost or held.is_orphan:
+                self._end_loan_locked(loan)
 
     def on_message(self, peer: int, body: Any) -> Task | None:
         """Another worker tells of its handles. While reading: what takes longer is returned."""
@@ -492,7 +505,10 @@ class References:
             entry = self._live_locked(id)
             if entry is not None:
                 _give_credit(entry, peer)
-        return partial(self._tell, lender, Kind.RETURN, Return(loan, peer))
+        return partial(self._return_loan, lender, Return(loan, peer))
+
+    def _return_loan(self, lender: int, message: Return) -> None:
+        self._tell(lender, Kind.RETURN, message)
 
     def _return_credits(self, peer: int, credits: Iterable[tuple[int, int]]) -> Task | None:
         """A peer gives credits back."""
@@ -538,8 +554,8 @@ class References:
         if entry is not None:
             self.let_go(entry)
 
-    def _tell(self, worker: int, kind: Kind, body: Hold | Drop | Return) -> None:
-        """Whoever is gone needs not hear it."""
+    def _tell(self, worker: int, kind: Kind, body: Hold | Drop | Return) -> bool:
+        """Sends a one-way message; False if the worker is gone."""
         try:
             if worker == self._id:
                 self.on_message(worker, body)
@@ -547,6 +563,8 @@ class References:
                 self.host.post(worker, Envelope(kind, self.host.new_message_id()), body, None, None)
         except TelegradError as error:
             logger.debug("worker %d was not told %s: %s", worker, body, error)
+            return False
+        return True
 
     # -- ends ------------------------------------------------------------------------------------------
 
@@ -561,9 +579,9 @@ class References:
                     never.append(entry.id)
                 if entry.credits.pop(peer, 0):
                     dead += self._unused_locked(entry)
-            for loan, (held, to) in list(self._loans.items()):
-                if peer in (to, held.owner):
-                    self._end_loan_locked(loan)
+            for held in self._held.values():
+                held.is_orphan = held.is_orphan or held.owner == peer
+            self._end_loans_locked(peer)
         for id in never:
             self.set_error(id, PeerLostError(f"worker {name!r}, which was to have it created, is gone"))
 
