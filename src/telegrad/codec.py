@@ -57,6 +57,7 @@ from .messages import (
     Release,
     Reply,
     Return,
+    sender_of,
 )
 from .names import Names
 from .scripted import is_named_by_torch, reduce_named_by_torch
@@ -122,6 +123,7 @@ class Codec:
         self._names = Names()
         self._namespaces = Namespaces(worker_id)
         self._definitions = Definitions(self._namespaces, self._dump_definition)
+        self.unanswered = self._definitions.unanswered  # not empty: tell `on_answer` of answers
         self.handle: Callable[[int, int], Any] = (
             _no_handle  # the worker, and its entry for a handle that came
         )
@@ -155,6 +157,18 @@ class Codec:
             raise EncodeError(f"{type(error).__name__}: {error}") from error
         skeleton = b"".join((_HEAD.pack(shape, len(name)), name, pickled))
         return Packed([skeleton, *buffers], message.keep, message.tracked or (), message.handles or ())
+
+    def on_answer(self, peer: int, envelope: Envelope) -> None:
+        """An answer has come, which may never be decoded: its sender has run the call, unless it is a Failure."""
+        self._definitions.on_answered(envelope.reply_to, peer, has_run=envelope.kind == _REPLY)
+
+    def not_sent(self, envelope: Envelope) -> None:
+        """The message was packed, and not sent."""
+        self._definitions.not_sent(envelope.id)
+
+    def forget(self, worker_id: int) -> None:
+        """Forgets what a worker that is gone has sent, and what it was sent."""
+        self._definitions.forget(worker_id)
 
     def seal(self, envelope: Envelope, packed: Packed) -> Frames:
         """A message, ready to be written."""
@@ -195,22 +209,22 @@ class Codec:
         Raises:
             DecodeError: it cannot be rebuilt here.
         """
-        if envelope.kind == _REPLY and self._definitions.unanswered:
-            self._definitions.on_answered(envelope.reply_to)
+        carried = None
         try:
             skeleton, *buffers = frames.buffers
             shape, length = _HEAD.unpack_from(skeleton)
             if shape & _CARRIES:
                 shape -= _CARRIES
                 carried, *buffers = buffers
-                with decoding(self._namespaces, self._definitions.get, self.handle):
-                    self._definitions.receive(carried)
+                sender = sender_of(envelope.id)
+                with decoding(self._namespaces, self._definitions.get, self.handle, sender):
+                    self._definitions.receive(carried, sender)
             start = _HEAD.size + length
             function = None
             if length:
                 name = bytes(skeleton[_HEAD.size : start])
                 function = self._names.resolve(name) if name[0] else self._definitions.resolve(name)
-            values = self._load(memoryview(skeleton)[start:], buffers, attach)
+            values = self._load(memoryview(skeleton)[start:], buffers, attach, envelope)
             if envelope.kind == Kind.GRADIENTS:
                 return Gradients(values)
             if shape == _FIELDS:
@@ -218,6 +232,9 @@ class Codec:
             return Call(function, values, None) if shape == _ARGS else Call(function, *values)
         except Exception as error:
             raise DecodeError(f"{type(error).__name__}: {error}") from error
+        finally:
+            if carried is not None and sender in self._definitions.lost:
+                self._definitions.forget(sender)  # it was lost before its message was decoded
 
     def encode_exception(self, error: BaseException, traceback: str, peer: Hello) -> Failure:
         """An exception as a body that can always be sent."""
@@ -345,7 +362,13 @@ class Codec:
             return reduce_tracked(obj, message.tracked)
         return _reduce_data(obj, message.keep, same_main=message.same_main)
 
-    def _load(self, pickled: memoryview, buffers: Sequence[Buffer], attach: Attach | None = None) -> Any:
+    def _load(
+        self,
+        pickled: memoryview,
+        buffers: Sequence[Buffer],
+        attach: Attach | None = None,
+        envelope: Envelope | None = None,
+    ) -> Any:
         if pickled[0] == _FLAT:
             values, tensors = pickle.loads(pickled[1:], buffers=buffers)
             if tensors is None:
@@ -357,14 +380,15 @@ class Codec:
         if pickled[0] == _APART:
             _, ahead, length = _APART_HEAD.unpack_from(pickled)
             start = _APART_HEAD.size + length
-            tracked = self._load(pickled[_APART_HEAD.size : start], buffers[ahead:])
+            tracked = self._load(pickled[_APART_HEAD.size : start], buffers[ahead:], None, envelope)
             with torch.inference_mode(False):
                 tracked = _leaves(tracked) if attach is None else attach(tracked)
             with attached(tracked):
-                return self._load(pickled[start:], buffers[:ahead])
+                return self._load(pickled[start:], buffers[:ahead], None, envelope)
         # What arrives in inference mode is no inference tensor: it may be kept beyond that.
         no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with no_inference, decoding(self._namespaces, self._definitions.get, self.handle):
+        sender = None if envelope is None else sender_of(envelope.id)
+        with no_inference, decoding(self._namespaces, self._definitions.get, self.handle, sender):
             return pickle.loads(pickled, buffers=buffers)
 
 

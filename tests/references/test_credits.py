@@ -168,8 +168,8 @@ def test_a_loan_of_a_value_whose_owner_is_gone_is_none(world):
 
 @pytest.fixture
 def lent(world, caplog):
-    """A value of a, to which b and c have handles; b's is on loan to nobody."""
-    a, b, c = nodes(world)
+    """A value of a, to which b and c have handles."""
+    a = world.nodes[A]
     handle = Handle(a, a.references.own("value"))
     a.send(B, [handle.entry])
     a.send(C, [handle.entry])
