@@ -13,6 +13,9 @@ are pickled in the first of these ways that can:
     nested    any picklable values, with tensors wherever they are
     by value  the same, made by cloudpickle, for what the callee cannot import (see by_value.py)
 
+Pickling runs users' code, which may raise anything: SystemExit is the error of that message, and not the end of the
+thread that happens to encode or decode it. Only a Ctrl-C on the main thread comes through.
+
 In a message that is tracked (one sent in a context), the tensors that require grad stand apart: they are
 rebuilt first, get their history, and then take their places among the values. What backward passes tell
 each other is plain msgpack.
@@ -42,6 +45,7 @@ from .config import SHARED_MEMORY_FROM
 from .definitions import Definitions, Outgoing
 from .errors import DecodeError, EncodeError, RemoteError, RemoteTraceback, text_of
 from .handles import Handle
+from .interrupts import interruptible, is_interrupt
 from .messages import (
     Begin,
     Call,
@@ -89,6 +93,7 @@ _decode_control: dict[int, Callable[[Buffer], Any]] = {
 # Gives received tensors their history.
 Attach = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
+_KINDS = range(min(Kind), max(Kind) + 1)
 _REPLY = int(Kind.REPLY)
 
 _HEAD = struct.Struct("<BH")  # what the values are, and the length of the function's name
@@ -153,8 +158,10 @@ class Codec:
                 shape |= _CARRIES
         except EncodeError:
             raise
-        except Exception as error:
-            raise EncodeError(f"{type(error).__name__}: {error}") from error
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            raise EncodeError(f"{type(error).__name__}: {text_of(error)}") from error
         skeleton = b"".join((_HEAD.pack(shape, len(name)), name, pickled))
         return Packed([skeleton, *buffers], message.keep, message.tracked or (), message.handles or ())
 
@@ -185,9 +192,15 @@ class Codec:
             DecodeError: it is not one.
         """
         try:
-            return _decode_envelope(frames.header)
+            envelope = _decode_envelope(frames.header)
         except msgspec.MsgspecError as error:
             raise DecodeError(f"a message with an envelope that makes no sense: {error}") from error
+        if envelope.kind not in _KINDS:
+            raise DecodeError(
+                f"message {envelope.id} is of kind {envelope.kind}, which is none of {_KINDS[0]} to {_KINDS[-1]}; "
+                "do both workers run the same version of telegrad?"
+            )
+        return envelope
 
     def open_control(self, envelope: Envelope, frames: Frames) -> Control:
         """The body of a message that has nothing of users' in it: may be done while reading.
@@ -218,7 +231,7 @@ class Codec:
                 carried, *buffers = buffers
                 sender = sender_of(envelope.id)
                 with decoding(self._namespaces, self._definitions.get, self.handle, sender):
-                    self._definitions.receive(carried, sender)
+                    interruptible(self._definitions.receive, carried, sender)
             start = _HEAD.size + length
             function = None
             if length:
@@ -230,8 +243,10 @@ class Codec:
             if shape == _FIELDS:
                 return BODIES[envelope.kind](*values)
             return Call(function, values, None) if shape == _ARGS else Call(function, *values)
-        except Exception as error:
-            raise DecodeError(f"{type(error).__name__}: {error}") from error
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            raise DecodeError(f"{type(error).__name__}: {text_of(error)}") from error
         finally:
             if carried is not None and sender in self._definitions.lost:
                 self._definitions.forget(sender)  # it was lost before its message was decoded
@@ -242,11 +257,15 @@ class Codec:
         message.carried = message.handles = None  # it is unpickled by itself, and perhaps never
         try:
             pickled, _ = self._dump_nested((error,), message, in_band=True)
-        except Exception:
+        except BaseException as failed:
+            if is_interrupt(failed):
+                raise
             pickled = b""  # it arrives as a RemoteError
         try:
-            text = str(error)
-        except Exception:
+            text = interruptible(str, error)
+        except BaseException as failed:
+            if is_interrupt(failed):
+                raise
             text = text_of(error)
         name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
         return Failure(pickled, name, text, traceback)
@@ -258,8 +277,10 @@ class Codec:
             try:
                 (found,) = self._load(memoryview(failure.exception), [])
                 error = found if isinstance(found, BaseException) else None
-            except Exception:
-                pass  # a type that is not known here, or whose constructor wants other arguments
+            except BaseException as failed:
+                if is_interrupt(failed):
+                    raise
+                # Else it is of a type that is not known here, or whose constructor wants other arguments.
         if error is None:
             error = RemoteError(
                 f"{failure.type_name} on worker {worker!r}: {failure.text} (Original exception on remote side was of a "
@@ -275,7 +296,9 @@ class Codec:
                 self._dump(
                     (value,), Outgoing(peer.id, peer.main != "" and peer.main == self._main, track=track)
                 )
-            except Exception:
+            except BaseException as error:
+                if is_interrupt(error):
+                    raise
                 return value
         return None
 
@@ -309,7 +332,8 @@ class Codec:
         already = len(buffers)
         file = io.BytesIO()
         try:
-            _Pickler(file, on_buffer, lambda obj: self._reduce(obj, message, by_value=False)).dump(values)
+            pickler = _Pickler(file, on_buffer, lambda obj: self._reduce(obj, message, by_value=False))
+            interruptible(pickler.dump, values)
             return file.getvalue()
         except (_ByValueError, pickle.PicklingError, AttributeError, TypeError):
             pass  # and now with cloudpickle
@@ -319,12 +343,13 @@ class Codec:
         if message.handles:
             message.handles.clear()
         file = io.BytesIO()
-        ByValuePickler(
+        by_value = ByValuePickler(
             file,
             buffer_callback=on_buffer,
             namespaces=self._namespaces,
             reduce=lambda obj: self._reduce(obj, message, by_value=True),
-        ).dump(values)
+        )
+        interruptible(by_value.dump, values)
         return file.getvalue()
 
     def _dump_definition(self, value: Any, made_of: Dependencies) -> bytes:
@@ -339,9 +364,11 @@ class Codec:
             dependencies=made_of,
         )
         try:
-            pickler.dump(value)
-        except Exception as error:
-            raise EncodeError(f"{type(error).__name__}: {error}") from error
+            interruptible(pickler.dump, value)
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            raise EncodeError(f"{type(error).__name__}: {text_of(error)}") from error
         return file.getvalue()
 
     def _reduce(self, obj: Any, message: Outgoing, *, by_value: bool) -> Any:
@@ -389,7 +416,11 @@ class Codec:
         no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
         sender = None if envelope is None else sender_of(envelope.id)
         with no_inference, decoding(self._namespaces, self._definitions.get, self.handle, sender):
-            return pickle.loads(pickled, buffers=buffers)
+            return interruptible(_loads, pickled, buffers)
+
+
+def _loads(pickled: memoryview, buffers: Sequence[Buffer]) -> Any:
+    return pickle.loads(pickled, buffers=buffers)
 
 
 def _no_handle(id: int, owner: int) -> Any:

@@ -52,7 +52,7 @@ from .errors import (
 )
 from .events import logger
 from .futures import Future
-from .interrupts import interruptible
+from .interrupts import interruptible, is_interrupt
 from .messages import Drop, Envelope, Hold, Kind, Lent, Return, sender_of
 from .pending import PendingCall
 from .waiter import Waiter
@@ -545,7 +545,7 @@ class References:
                 self._end_loan_locked(loan)
         if not is_true:
             logger.warning(
-                "worker %r (id %d) ends the loan of value %d to worker %d, which only its owner, worker %d, can: ignored",
+                "worker %r (id %d) ends the loan of value %d to worker %d, as only its owner, worker %d, may: ignored",
                 self.host.name_of(peer), peer, entry.id, to, entry.owner,
             )  # fmt: skip
 
@@ -632,8 +632,10 @@ def _without_frames(error: BaseException, worker: str) -> Callable[[], BaseExcep
 
     def make() -> BaseException:
         try:
-            made = copy.copy(error)
-        except Exception:
+            made: BaseException = interruptible(copy.copy, error)
+        except BaseException as failed:
+            if is_interrupt(failed):
+                raise
             made = RemoteError(fallback)  # its constructor wants other arguments
         made.__cause__ = RemoteTraceback(worker, text)
         return made
