@@ -70,7 +70,7 @@ LAYERS = """
     profiled_calls
     messages events waiter
     interrupts
-    current config
+    current config untraced
     errors
 """
 

@@ -26,6 +26,7 @@ from .interrupts import critical
 from .messages import WorkerInfo
 from .pending import effective_timeout
 from .references import Entry, Owned
+from .untraced import untraced_methods
 from .worker import Worker
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ UNSET_TIMEOUT = -1.0  # torch's mark for "the default"
 Function = Callable[..., Any]
 
 
+@untraced_methods
 class RRef(Handle, Generic[T]):
     """A handle to a value. Made by `remote()` for one on another worker; `RRef(value)` makes one to a value here.
 
@@ -222,6 +224,7 @@ class RRef(Handle, Generic[T]):
         raise error
 
 
+@untraced_methods
 class _Methods:
     """The methods of a value, each as a call to its owner. `value` is what the call names it by: a handle, which
     keeps the value until the call has run, or its id."""
@@ -233,14 +236,12 @@ class _Methods:
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Function:
-        rref = self._rref
+        return partial(self._call_method, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            rref.check_creation()
-            all_args = (self._value, name, args, kwargs)
-            return self._call(rref.entry.owner, _invoke, all_args, None, _given(self._timeout))
-
-        return call
+    def _call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        self._rref.check_creation()
+        all_args = (self._value, name, args, kwargs)
+        return self._call(self._rref.entry.owner, _invoke, all_args, None, _given(self._timeout))
 
 
 def create(
