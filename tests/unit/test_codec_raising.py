@@ -160,12 +160,11 @@ def fail(kind: type[BaseException], when: str) -> None:
     raise BadError(kind, when)
 
 
-@pytest.mark.parametrize("kind", ENDINGS)
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit])  # an interrupt may be decoded by the main thread
 def test_calls_go_on_after_answers_that_cannot_be_had(pair, kind):
     with pytest.raises(EncodeError, match=kind.__name__):
         rpc.rpc_async("a", give, args=(kind, "pickled")).wait()
     for function, expected in ((give, DecodeError), (fail, RemoteError)):
-        # With a callback the answer is decoded on a thread of the worker.
         future = rpc.rpc_async("a", function, args=(kind, "unpickled"))
         done = future.then(lambda f: type(_error_of(f)))
         assert done.wait() is expected
