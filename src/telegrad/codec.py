@@ -28,6 +28,7 @@ import pickle
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -47,6 +48,7 @@ from .errors import DecodeError, EncodeError, RemoteError, RemoteTraceback, text
 from .handles import Handle
 from .interrupts import interruptible, is_interrupt
 from .messages import (
+    COUNTER_BITS,
     Begin,
     Call,
     Done,
@@ -414,13 +416,9 @@ class Codec:
                 return self._load(pickled[start:], buffers[:ahead], None, envelope)
         # What arrives in inference mode is no inference tensor: it may be kept beyond that.
         no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        sender = None if envelope is None else sender_of(envelope.id)
+        sender = None if envelope is None else envelope.id >> COUNTER_BITS
         with no_inference, decoding(self._namespaces, self._definitions.get, self.handle, sender):
-            return interruptible(_loads, pickled, buffers)
-
-
-def _loads(pickled: memoryview, buffers: Sequence[Buffer]) -> Any:
-    return pickle.loads(pickled, buffers=buffers)
+            return interruptible(partial(pickle.loads, pickled, buffers=buffers))
 
 
 def _no_handle(id: int, owner: int) -> Any:

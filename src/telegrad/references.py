@@ -144,7 +144,7 @@ class References:
         # Written by finalisers, which must not lock:
         self._let_go: deque[Entry] = deque()  # each once for a handle that has died
         self._clearing = False
-        self._clear_soon: Task | None = None
+        self._clear_soon: Task | None = None  # None before `start` and after `close`
 
     def start(self, host: Host) -> None:
         """Before the first message comes."""
@@ -216,9 +216,10 @@ class References:
     def let_go(self, entry: Entry) -> None:
         """A handle has died. From finalisers: on any thread, under any lock."""
         self._let_go.append(entry)
-        if not self._clearing and self._clear_soon is not None:
+        clear_soon = self._clear_soon
+        if not self._clearing and clear_soon is not None:
             self._clearing = True
-            self._clear_soon()
+            clear_soon()
 
     @property
     def unsettled(self) -> bool:
@@ -412,8 +413,9 @@ class References:
                         dead += self._unused_locked(owned)
                 elif lent.loan:
                     self._end_loan_locked(lent.loan)
-        if envelope.dropped and self._clear_soon is not None:
-            self._clear_soon()
+        clear_soon = self._clear_soon
+        if envelope.dropped and clear_soon is not None:
+            clear_soon()
 
     def incoming(self, envelope: Envelope, sender: int) -> Arrival:
         """Counts what a message creates, lends and gives back. While reading: never blocks, and runs no user code.
@@ -586,7 +588,8 @@ class References:
             self.set_error(id, PeerLostError(f"worker {name!r}, which was to have it created, is gone"))
 
     def close(self) -> None:
-        """This worker shuts down: whoever waits hears of it."""
+        """Ends with the worker: those who wait for a value hear of it, and handles die without a word."""
+        self._clear_soon = None  # RRefs may outlive the interpreter's modules
         with self._lock:
             owned = list(self._owned.values())
             self._owned.clear()

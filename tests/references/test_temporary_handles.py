@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import telegrad
 from telegrad import rpc
 from telegrad.current import current_worker
+from telegrad.nn import RemoteModule
 
 PATIENCE = 10.0
 
@@ -48,6 +50,15 @@ class Slow:
 
     def value(self) -> int:
         return 7
+
+
+class SlowModule(torch.nn.Module):
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        gate.pass_through()
+
+    def forward(self, x: int) -> int:
+        return x + 1
 
 
 @pytest.fixture
@@ -96,3 +107,12 @@ def test_a_handle_that_dies_before_the_answer_of_its_call(workers, gate, owner):
     settle(workers)
     gate.opened.set()
     assert [answer.wait() for answer in answers] == [7, 7, Slow]
+
+
+@pytest.mark.parametrize("owner", ["driver", "a"])
+def test_a_remote_module_that_dies_before_the_answer_of_its_call(workers, gate, owner):
+    answer = RemoteModule(owner, SlowModule, (gate,)).forward_async(1)
+    assert gate.begun.wait(PATIENCE)
+    settle(workers)
+    gate.opened.set()
+    assert answer.wait() == 2

@@ -160,7 +160,9 @@ def fail(kind: type[BaseException], when: str) -> None:
     raise BadError(kind, when)
 
 
-@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit])  # an interrupt may be decoded by the main thread
+@pytest.mark.parametrize(
+    "kind", [SystemExit, GeneratorExit]
+)  # an interrupt may be decoded by the main thread
 def test_calls_go_on_after_answers_that_cannot_be_had(pair, kind):
     with pytest.raises(EncodeError, match=kind.__name__):
         rpc.rpc_async("a", give, args=(kind, "pickled")).wait()
