@@ -72,7 +72,7 @@ LAYERS = """
     profiled_calls
     messages events waiter
     interrupts
-    current config
+    current config untraced
     errors
 """
 

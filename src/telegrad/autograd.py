@@ -25,6 +25,7 @@ from .graph.gathering import gather
 from .graph.graph import Graph
 from .messages import COUNTER_BITS
 from .pending import effective_timeout
+from .untraced import untraced, untraced_methods
 
 __all__ = [
     "DistAutogradContext",
@@ -44,6 +45,7 @@ def is_available() -> bool:
     return True
 
 
+@untraced_methods
 class context:
     """One distributed forward pass and the backward passes over it.
 
@@ -68,6 +70,7 @@ class context:
             self._worker.release_context(self._id, wait=self._wait)
 
 
+@untraced
 def backward(
     context_id: int,
     roots: Sequence[torch.Tensor],
@@ -109,6 +112,7 @@ def backward(
         )
 
 
+@untraced
 def grad(
     context_id: int,
     outputs: torch.Tensor | Sequence[torch.Tensor],
@@ -151,6 +155,7 @@ def grad(
     return found
 
 
+@untraced
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients of this worker's leaves in a context, by leaf. All passes of the context that are done count.
 
@@ -160,6 +165,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     return current_worker().engine.get_gradients(context_id)
 
 
+@untraced
 def update_gradient(
     context_id: int, tensor: torch.Tensor, callback: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> None:
@@ -172,6 +178,7 @@ def update_gradient(
     current_worker().engine.update_gradient(context_id, tensor, callback)
 
 
+@untraced
 def graph(
     context_id: int, roots: torch.Tensor | Sequence[torch.Tensor] | None = None, *, timeout: float = 5.0
 ) -> Graph:

@@ -21,7 +21,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
@@ -114,38 +114,66 @@ class Namespace:
             return self._bound[name] if self._versions.get(name) == version else value
 
 
+class _Kept(NamedTuple):
+    namespace: Namespace
+    senders: set[int]
+
+
 class Namespaces:
-    """All namespaces of one worker, its own and those that it received."""
+    """All namespaces of one worker, its own and those that it received.
+
+    A received one is kept for the workers whose messages have brought something into it: their next message finds
+    its globals as the last one left them. When all of these are gone it lives as long as its functions do.
+    """
 
     def __init__(self, worker_id: int) -> None:
         self.worker_id = worker_id
-        self._lock = threading.RLock()  # guards the writing of the dictionary
-        self._namespaces: dict[tuple[int, str], Namespace] = {}
+        self._lock = threading.RLock()  # guards the writing of all below; see Note [finalisers]
+        self._own: dict[str, Namespace] = {}  # by module
+        self._kept: dict[tuple[int, str], _Kept] = {}  # by origin and module
+        self._received: weakref.WeakValueDictionary[tuple[int, str], Namespace] = (
+            weakref.WeakValueDictionary()
+        )
+        self._lost: set[int] = set()  # workers for which nothing is kept any more
 
     def find(self, origin: int, module: str) -> Namespace | None:
-        """The namespace, if it is one of this worker's own or was received."""
+        """The namespace, if it is one of this worker's own or is kept."""
         if origin == self.worker_id and module in sys.modules:
-            return self.get(origin, module, {})
-        return self._namespaces.get((origin, module))
+            return self._at_home(module)
+        kept = self._kept.get((origin, module))
+        return None if kept is None else kept.namespace
 
-    def get(self, origin: int, module: str, base: dict[str, Any]) -> Namespace:
-        """The namespace, made on first use from what a module has of itself."""
+    def get(self, origin: int, module: str, base: dict[str, Any], sender: int | None) -> Namespace:
+        """The namespace, made on first use from what a module has of itself, and kept for the sender."""
+        if origin == self.worker_id and module in sys.modules:
+            return self._at_home(module)
+        key = (origin, module)
         with self._lock:
-            namespace = self._namespaces.get((origin, module))
-            at_home = origin == self.worker_id and module in sys.modules
-            if at_home:
-                variables = _variables(module)
-                if namespace is not None and namespace.variables is not variables:
-                    namespace = None  # the module was imported anew, or another script runs as __main__
-            else:
-                variables = {**base, "__builtins__": __builtins__}
+            namespace = self._received.get(key)
             if namespace is None:
-                namespace = Namespace(origin, module, variables, at_home=at_home)
-                if not at_home:
-                    variables[_MARK] = namespace
-                    return self._namespaces.setdefault((origin, module), namespace)
-                self._namespaces[origin, module] = namespace
+                variables = {**base, "__builtins__": __builtins__}
+                namespace = variables[_MARK] = Namespace(origin, module, variables, at_home=False)
+                namespace = self._received.setdefault(key, namespace)
+            if sender is not None and sender not in self._lost:
+                self._kept.setdefault(key, _Kept(namespace, set())).senders.add(sender)
             return namespace
+
+    def _at_home(self, module: str) -> Namespace:
+        with self._lock:
+            namespace = self._own.get(module)
+            variables = _variables(module)
+            if namespace is None or namespace.variables is not variables:
+                # On first use; or the module was imported anew, or another script runs as __main__.
+                namespace = self._own[module] = Namespace(self.worker_id, module, variables, at_home=True)
+            return namespace
+
+    def forget(self, sender: int) -> list[_Kept]:
+        """Keeps nothing any more for a worker that is gone; what is not kept any more for any other."""
+        with self._lock:
+            self._lost.add(sender)
+            for kept in self._kept.values():
+                kept.senders.discard(sender)
+            return [self._kept.pop(key) for key in [k for k, kept in self._kept.items() if not kept.senders]]
 
     def of(self, function: types.FunctionType) -> Namespace | None:
         """The namespace that a function lives in; None if its globals are no module's."""
@@ -156,7 +184,7 @@ class Namespaces:
         # Not the function's __module__: that of a decorated function is not where its globals are.
         name = variables.get("__name__")
         if isinstance(name, str) and name in sys.modules and _variables(name) is variables:
-            return self.get(self.worker_id, name, {})
+            return self._at_home(name)
         return None
 
     def origin_of(self, definition: Any) -> int:
@@ -338,14 +366,18 @@ _decoding = threading.local()
 
 
 class decoding:
-    """While it is entered, functions are rebuilt in these namespaces, `defined` says what a number stands for, and
-    `handle` what a handle refers to, on this thread. (A constructor that is run meanwhile may make calls of its
-    own.)"""
+    """While it is entered, functions are rebuilt in these namespaces, which are kept for the sender (None: for none),
+    `defined` says what a number stands for, and `handle` what a handle refers to, on this thread. (A constructor
+    that is run meanwhile may make calls of its own.)"""
 
     def __init__(
-        self, namespaces: Namespaces, defined: Callable[[int, int], Any], handle: Callable[[int, int], Any]
+        self,
+        namespaces: Namespaces,
+        defined: Callable[[int, int], Any],
+        handle: Callable[[int, int], Any],
+        sender: int | None,
     ) -> None:
-        self._entered = (namespaces, defined, handle)
+        self._entered = (namespaces, defined, handle, sender)
 
     def __enter__(self) -> None:
         self._before = getattr(_decoding, "entered", None)
@@ -366,8 +398,8 @@ def received_handle(id: int, owner: int) -> Any:
 
 
 def _make_function(code: types.CodeType, where: tuple[int, str, dict[str, Any]], closure: Any) -> Any:
-    namespaces: Namespaces = _decoding.entered[0]
-    return types.FunctionType(code, namespaces.get(*where).variables, None, None, closure)
+    namespaces, _, _, sender = _decoding.entered
+    return types.FunctionType(code, namespaces.get(*where, sender).variables, None, None, closure)
 
 
 def _set_function_state(function: types.FunctionType, packed: tuple[dict[str, Any], dict[str, Any]]) -> None:

@@ -13,6 +13,9 @@ are pickled in the first of these ways that can:
     nested    any picklable values, with tensors wherever they are
     by value  the same, made by cloudpickle, for what the callee cannot import (see by_value.py)
 
+Pickling runs users' code, which may raise anything: SystemExit is the error of that message, and not the end of the
+thread that happens to encode or decode it. Only a Ctrl-C on the main thread comes through.
+
 In a message that is tracked (one sent in a context), the tensors that require grad stand apart: they are
 rebuilt first, get their history, and then take their places among the values. What backward passes tell
 each other is plain msgpack.
@@ -25,6 +28,7 @@ import pickle
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,7 +46,9 @@ from .config import SHARED_MEMORY_FROM
 from .definitions import Definitions, Outgoing
 from .errors import DecodeError, EncodeError, RemoteError, RemoteTraceback, text_of
 from .handles import Handle
+from .interrupts import interruptible, is_interrupt
 from .messages import (
+    COUNTER_BITS,
     Begin,
     Call,
     Done,
@@ -57,6 +63,7 @@ from .messages import (
     Release,
     Reply,
     Return,
+    sender_of,
 )
 from .names import Names
 from .scripted import is_named_by_torch, reduce_named_by_torch
@@ -88,6 +95,7 @@ _decode_control: dict[int, Callable[[Buffer], Any]] = {
 # Gives received tensors their history.
 Attach = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
+_KINDS = range(min(Kind), max(Kind) + 1)
 _REPLY = int(Kind.REPLY)
 
 _HEAD = struct.Struct("<BH")  # what the values are, and the length of the function's name
@@ -122,6 +130,7 @@ class Codec:
         self._names = Names()
         self._namespaces = Namespaces(worker_id)
         self._definitions = Definitions(self._namespaces, self._dump_definition)
+        self.unanswered = self._definitions.unanswered  # not empty: tell `on_answer` of answers
         self.handle: Callable[[int, int], Any] = (
             _no_handle  # the worker, and its entry for a handle that came
         )
@@ -151,10 +160,24 @@ class Codec:
                 shape |= _CARRIES
         except EncodeError:
             raise
-        except Exception as error:
-            raise EncodeError(f"{type(error).__name__}: {error}") from error
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            raise EncodeError(f"{type(error).__name__}: {text_of(error)}") from error
         skeleton = b"".join((_HEAD.pack(shape, len(name)), name, pickled))
         return Packed([skeleton, *buffers], message.keep, message.tracked or (), message.handles or ())
+
+    def on_answer(self, peer: int, envelope: Envelope) -> None:
+        """An answer has come, which may never be decoded: its sender has run the call, unless it is a Failure."""
+        self._definitions.on_answered(envelope.reply_to, peer, has_run=envelope.kind == _REPLY)
+
+    def not_sent(self, envelope: Envelope) -> None:
+        """The message was packed, and not sent."""
+        self._definitions.not_sent(envelope.id)
+
+    def forget(self, worker_id: int) -> None:
+        """Forgets what a worker that is gone has sent, and what it was sent."""
+        self._definitions.forget(worker_id)
 
     def seal(self, envelope: Envelope, packed: Packed) -> Frames:
         """A message, ready to be written."""
@@ -171,9 +194,15 @@ class Codec:
             DecodeError: it is not one.
         """
         try:
-            return _decode_envelope(frames.header)
+            envelope = _decode_envelope(frames.header)
         except msgspec.MsgspecError as error:
             raise DecodeError(f"a message with an envelope that makes no sense: {error}") from error
+        if envelope.kind not in _KINDS:
+            raise DecodeError(
+                f"message {envelope.id} is of kind {envelope.kind}, which is none of {_KINDS[0]} to {_KINDS[-1]}; "
+                "do both workers run the same version of telegrad?"
+            )
+        return envelope
 
     def open_control(self, envelope: Envelope, frames: Frames) -> Control:
         """The body of a message that has nothing of users' in it: may be done while reading.
@@ -195,29 +224,34 @@ class Codec:
         Raises:
             DecodeError: it cannot be rebuilt here.
         """
-        if envelope.kind == _REPLY and self._definitions.unanswered:
-            self._definitions.on_answered(envelope.reply_to)
+        carried = None
         try:
             skeleton, *buffers = frames.buffers
             shape, length = _HEAD.unpack_from(skeleton)
             if shape & _CARRIES:
                 shape -= _CARRIES
                 carried, *buffers = buffers
-                with decoding(self._namespaces, self._definitions.get, self.handle):
-                    self._definitions.receive(carried)
+                sender = sender_of(envelope.id)
+                with decoding(self._namespaces, self._definitions.get, self.handle, sender):
+                    interruptible(self._definitions.receive, carried, sender)
             start = _HEAD.size + length
             function = None
             if length:
                 name = bytes(skeleton[_HEAD.size : start])
                 function = self._names.resolve(name) if name[0] else self._definitions.resolve(name)
-            values = self._load(memoryview(skeleton)[start:], buffers, attach)
+            values = self._load(memoryview(skeleton)[start:], buffers, attach, envelope)
             if envelope.kind == Kind.GRADIENTS:
                 return Gradients(values)
             if shape == _FIELDS:
                 return BODIES[envelope.kind](*values)
             return Call(function, values, None) if shape == _ARGS else Call(function, *values)
-        except Exception as error:
-            raise DecodeError(f"{type(error).__name__}: {error}") from error
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            raise DecodeError(f"{type(error).__name__}: {text_of(error)}") from error
+        finally:
+            if carried is not None and sender in self._definitions.lost:
+                self._definitions.forget(sender)  # it was lost before its message was decoded
 
     def encode_exception(self, error: BaseException, traceback: str, peer: Hello) -> Failure:
         """An exception as a body that can always be sent."""
@@ -225,11 +259,15 @@ class Codec:
         message.carried = message.handles = None  # it is unpickled by itself, and perhaps never
         try:
             pickled, _ = self._dump_nested((error,), message, in_band=True)
-        except Exception:
+        except BaseException as failed:
+            if is_interrupt(failed):
+                raise
             pickled = b""  # it arrives as a RemoteError
         try:
-            text = str(error)
-        except Exception:
+            text = interruptible(str, error)
+        except BaseException as failed:
+            if is_interrupt(failed):
+                raise
             text = text_of(error)
         name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
         return Failure(pickled, name, text, traceback)
@@ -241,8 +279,10 @@ class Codec:
             try:
                 (found,) = self._load(memoryview(failure.exception), [])
                 error = found if isinstance(found, BaseException) else None
-            except Exception:
-                pass  # a type that is not known here, or whose constructor wants other arguments
+            except BaseException as failed:
+                if is_interrupt(failed):
+                    raise
+                # Else it is of a type that is not known here, or whose constructor wants other arguments.
         if error is None:
             error = RemoteError(
                 f"{failure.type_name} on worker {worker!r}: {failure.text} (Original exception on remote side was of a "
@@ -258,7 +298,9 @@ class Codec:
                 self._dump(
                     (value,), Outgoing(peer.id, peer.main != "" and peer.main == self._main, track=track)
                 )
-            except Exception:
+            except BaseException as error:
+                if is_interrupt(error):
+                    raise
                 return value
         return None
 
@@ -292,7 +334,8 @@ class Codec:
         already = len(buffers)
         file = io.BytesIO()
         try:
-            _Pickler(file, on_buffer, lambda obj: self._reduce(obj, message, by_value=False)).dump(values)
+            pickler = _Pickler(file, on_buffer, lambda obj: self._reduce(obj, message, by_value=False))
+            interruptible(pickler.dump, values)
             return file.getvalue()
         except (_ByValueError, pickle.PicklingError, AttributeError, TypeError):
             pass  # and now with cloudpickle
@@ -302,12 +345,13 @@ class Codec:
         if message.handles:
             message.handles.clear()
         file = io.BytesIO()
-        ByValuePickler(
+        by_value = ByValuePickler(
             file,
             buffer_callback=on_buffer,
             namespaces=self._namespaces,
             reduce=lambda obj: self._reduce(obj, message, by_value=True),
-        ).dump(values)
+        )
+        interruptible(by_value.dump, values)
         return file.getvalue()
 
     def _dump_definition(self, value: Any, made_of: Dependencies) -> bytes:
@@ -322,9 +366,11 @@ class Codec:
             dependencies=made_of,
         )
         try:
-            pickler.dump(value)
-        except Exception as error:
-            raise EncodeError(f"{type(error).__name__}: {error}") from error
+            interruptible(pickler.dump, value)
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            raise EncodeError(f"{type(error).__name__}: {text_of(error)}") from error
         return file.getvalue()
 
     def _reduce(self, obj: Any, message: Outgoing, *, by_value: bool) -> Any:
@@ -345,7 +391,13 @@ class Codec:
             return reduce_tracked(obj, message.tracked)
         return _reduce_data(obj, message.keep, same_main=message.same_main)
 
-    def _load(self, pickled: memoryview, buffers: Sequence[Buffer], attach: Attach | None = None) -> Any:
+    def _load(
+        self,
+        pickled: memoryview,
+        buffers: Sequence[Buffer],
+        attach: Attach | None = None,
+        envelope: Envelope | None = None,
+    ) -> Any:
         if pickled[0] == _FLAT:
             values, tensors = pickle.loads(pickled[1:], buffers=buffers)
             if tensors is None:
@@ -357,15 +409,16 @@ class Codec:
         if pickled[0] == _APART:
             _, ahead, length = _APART_HEAD.unpack_from(pickled)
             start = _APART_HEAD.size + length
-            tracked = self._load(pickled[_APART_HEAD.size : start], buffers[ahead:])
+            tracked = self._load(pickled[_APART_HEAD.size : start], buffers[ahead:], None, envelope)
             with torch.inference_mode(False):
                 tracked = _leaves(tracked) if attach is None else attach(tracked)
             with attached(tracked):
-                return self._load(pickled[start:], buffers[:ahead])
+                return self._load(pickled[start:], buffers[:ahead], None, envelope)
         # What arrives in inference mode is no inference tensor: it may be kept beyond that.
         no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with no_inference, decoding(self._namespaces, self._definitions.get, self.handle):
-            return pickle.loads(pickled, buffers=buffers)
+        sender = None if envelope is None else envelope.id >> COUNTER_BITS
+        with no_inference, decoding(self._namespaces, self._definitions.get, self.handle, sender):
+            return interruptible(partial(pickle.loads, pickled, buffers=buffers))
 
 
 def _no_handle(id: int, owner: int) -> Any:

@@ -8,6 +8,9 @@ that went into the definition is bound anew (see by_value.Dependencies), it is a
     received  the definitions are rebuilt and kept, then the values are
 
 Messages may be decoded in any order: a number alone is only ever sent to a callee that is known to have it.
+
+What came from a worker that is gone is forgotten. A function of it that was passed on stays alive by ordinary
+references, and from then on travels in place, with each message, as a lambda does.
 """
 
 from __future__ import annotations
@@ -85,6 +88,7 @@ class Definitions:
         self.unanswered: dict[int, tuple[int, list[Definition]]] = {}  # by message: its peer, what it carried
         self._received: dict[tuple[int, int], Any] = {}  # by owner and number
         self._versions: dict[tuple[int, int, str, str], list[int]] = {}  # by owner, origin, module and name
+        self.lost: set[int] = set()  # workers that are gone
 
     # -- sending ---------------------------------------------------------------------------------------
 
@@ -196,28 +200,55 @@ class Definitions:
         return pickle.dumps((self._namespaces.worker_id, blobs), 5)
 
     def _again(self, definition: Definition) -> bytes:
-        namespace = self._namespaces.find(definition.origin, definition.obj.__module__)
-        assert namespace is not None
-        return self._blob(definition.obj, namespace, definition.obj.__qualname__, Dependencies())
+        obj = definition.obj
+        namespace = self._namespaces.find(definition.origin, obj.__module__)
+        if namespace is None:
+            raise EncodeError(
+                f"{obj.__qualname__} came from worker {definition.origin}, which was lost while this message was made; "
+                "send it again"
+            )
+        return self._blob(obj, namespace, obj.__qualname__, Dependencies())
 
-    def on_answered(self, message_id: int) -> None:
-        """The peer has run a call of ours, so it has what that carried."""
-        if (found := self.unanswered.pop(message_id, None)) is not None:
-            peer, carried = found
+    def on_answered(self, message_id: int, by: int, *, has_run: bool) -> None:
+        """A call was answered; if the peer has run it, it has what that carried."""
+        peer, carried = self.unanswered.get(message_id, (by, ()))
+        if peer == by and self.unanswered.pop(message_id, None) is not None and has_run:
             for definition in carried:
                 definition.known_to.add(peer)
 
+    def not_sent(self, message_id: int) -> None:
+        """The message was encoded, and not sent."""
+        self.unanswered.pop(message_id, None)
+
+    def forget(self, peer: int) -> None:
+        """Forgets what a worker that is gone has sent, and what it was sent."""
+        dead: list[Any] = []  # dies after the lock was released: that may run users' code
+        with self._lock:
+            self.lost.add(peer)
+            dead += [self._received.pop(key) for key in list(self._received) if key[0] == peer]
+            for name in [name for name in self._versions if name[0] == peer]:
+                del self._versions[name]
+            for message in [message for message, (to, _) in list(self.unanswered.items()) if to == peer]:
+                dead.append(self.unanswered.pop(message, None))
+            dead += (unkept := self._namespaces.forget(peer))
+            places = {(kept.namespace.origin, kept.namespace.module) for kept in unkept}
+            for key, definition in list(self._current.items()):
+                definition.known_to.discard(peer)
+                if key[:2] in places:
+                    dead.append(self._current.pop(key))
+                    self._by_id.pop(id(definition.obj), None)
+
     # -- receiving -------------------------------------------------------------------------------------
 
-    def receive(self, carried: Any) -> None:
-        """Rebuilds what a message carries and is not known yet."""
+    def receive(self, carried: Any, sender: int) -> None:
+        """Rebuilds what a message carries and is not known yet. Runs users' code."""
         owner, blobs = pickle.loads(carried)
         for number, blob in blobs:
             if (owner, number) in self._received:
                 continue
             (origin, module, name, version, base), obj = pickle.loads(blob)
             if origin != self._namespaces.worker_id:
-                namespace = self._namespaces.get(origin, module, base)
+                namespace = self._namespaces.get(origin, module, base, sender)
                 obj = namespace.adopt_definition(name, version, obj)
             self._keep((owner, origin, module, name), number, obj)
 
@@ -235,7 +266,7 @@ class Definitions:
         """The function that a reference stands for.
 
         Raises:
-            DecodeError: it was defined anew so often since it was sent that it is forgotten.
+            DecodeError: it is forgotten, since it was defined anew so often, or its sender is gone.
         """
         _, owner, number = _REFERENCE.unpack(reference)
         return self.get(owner, number)
@@ -244,7 +275,11 @@ class Definitions:
         try:
             return self._received[owner, number]
         except KeyError:
+            why = (
+                f"it was forgotten when the connection with worker {owner} was lost"
+                if owner in self.lost
+                else f"it was defined anew {_VERSIONS_KEPT} times before this call of it was run"
+            )
             raise DecodeError(
-                f"definition {number} of worker {owner} is not known here any more; it was defined anew "
-                f"{_VERSIONS_KEPT} times before this call of it was run"
+                f"definition {number} of worker {owner} is not known here any more; {why}"
             ) from None

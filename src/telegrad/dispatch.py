@@ -211,14 +211,12 @@ class Dispatch:
         return None
 
     def _answer_failure(self, connection: Connection, call: Envelope, error: BaseException) -> None:
-        if call.creates:  # whoever asks for the value hears of it
-            self._references.set_error(call.creates, error)
-            self._answer(connection, call, None)
-            return
         envelope = Envelope(Kind.FAILURE, self._new_id(), call.id)
         try:
             text = "".join(traceback.format_exception(error))
             failure = self._codec.encode_exception(error, text, connection.peer)
+            if call.creates:  # raised where the value is asked for
+                self._references.set_error(call.creates, error)
             error.__traceback__ = None  # who keeps the exception must not keep our frames, and what they hold
             try:
                 self._send(connection, envelope, failure, None, None, None)
@@ -255,8 +253,13 @@ class Dispatch:
         call.leave_window()
         future = call.future
         if future is None:
-            if call.profiled is not None and not call.caller_waits:
-                self._submit(lambda: self._open_creation(call))
+            if not call.caller_waits:
+                if call.profiled is not None:
+                    self._submit(lambda: self._open_creation(call))
+                else:
+                    call.frames = (
+                        None  # of a creation's answer nothing is needed, and its handle keeps the call
+                    )
             call.set_done()  # its caller, who waits, decodes the answer itself
         elif may_run_callbacks or not future.has_callbacks:
             self._complete_future(call)

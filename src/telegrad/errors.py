@@ -48,7 +48,7 @@ def text_of(error: BaseException) -> str:
     """An exception's text, whatever its class does; its type where it has none."""
     try:
         return str(error) or type(error).__name__
-    except Exception as reason:
+    except BaseException as reason:  # its class may raise anything, and this must not
         return f"{type(error).__name__} (its text cannot be had: {type(reason).__name__})"
 
 

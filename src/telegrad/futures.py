@@ -10,8 +10,10 @@ import torch
 
 from .errors import CallTimeoutError
 from .pending import PendingCall
+from .untraced import untraced_methods
 
 
+@untraced_methods
 class Future(torch.futures.Future[Any]):
     """What rpc_async() returns.
 

@@ -88,6 +88,11 @@ def deliver() -> None:
         _previous(signal.SIGINT, sys._getframe())
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an exception that came out of users' code is a Ctrl-C, and not what that code raised itself."""
+    return isinstance(error, KeyboardInterrupt) and thread.is_main
+
+
 def on_signal(signum: int, frame: Any) -> None:
     """Handles SIGINT."""
     if thread.critical:

@@ -211,9 +211,10 @@ class Drop(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Return(msgspec.Struct, frozen=True, array_like=True):
-    """A loan of the receiver's is over: the owner knows of the handle that was lent."""
+    """A loan of the receiver's is over: the owner, which sends this, knows of the handle that was lent."""
 
     loan: int
+    holder: int  # the worker that has told the owner of it
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):

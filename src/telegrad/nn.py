@@ -113,7 +113,11 @@ class RemoteModule(nn.Module):
         """The same, and returns the result's future. Hooks of the object here do not run."""
         rref = self.module_rref
         rref.check_creation()
-        return rpc.rpc_async(rref.entry.owner, local_module.forward, (rref.entry.id, *args), kwargs)
+        future = rpc.rpc_async(rref.entry.owner, local_module.forward, (rref.entry.id, *args), kwargs)
+        # The call names the module by its id, so this handle has to live until it is answered. A call that waits for
+        # its answer keeps its future.
+        future.__dict__["keeps"] = rref
+        return future
 
     def _call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         rref = self.module_rref

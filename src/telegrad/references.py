@@ -8,15 +8,22 @@ they count from when a message is read, whether or not anybody ever decodes it.
 
 # Note [credits]
 Each time that a worker is given a handle its owner counts a credit for it. When the last handle there has gone
-all of its credits go back in one message (Drop). Credits, and not just names: a handle may be on its way to a
+all of its credits go back in one message (Drop). Credits, and not just names: a handle may be in flight to a
 worker while that worker gives up those it has.
 
     owner -> other    the owner counts a credit before it sends
     other -> owner    nothing is counted: the sender's Drop comes after the message, on the same connection
     other -> third    the sender keeps its own (a loan) until the owner has counted a credit for the third one, which
-                      tells the owner (Hold); the owner tells the sender (Return)
+                      tells the owner (Hold); the owner tells the sender (Return). The third one keeps its handle
+                      until it has sent the Hold, so its Drop never overtakes it
+    creation          the message that creates a value stands for one credit of its sender, which the owner counts
+                      when it reads it
+    owner -> itself   as to another: the owner counts a credit of its own while the message is in flight, and the
+                      message takes it over when it is read. The message that creates a value does the same
 
-A worker that is gone has neither credits nor loans.
+A message that uses a value names a handle to it, unless its sender waits for the answer and so keeps its own.
+A worker that is gone has neither credits nor loans. A peer gives back no more than the credits that it has, and
+ends no loans but those of its own values: anything else is logged, and changes nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +43,7 @@ from . import current
 from .errors import (
     CallTimeoutError,
     PeerLostError,
+    ProtocolError,
     RemoteError,
     RemoteTraceback,
     TelegradError,
@@ -44,6 +52,7 @@ from .errors import (
 )
 from .events import logger
 from .futures import Future
+from .interrupts import interruptible, is_interrupt
 from .messages import Drop, Envelope, Hold, Kind, Lent, Return, sender_of
 from .pending import PendingCall
 from .waiter import Waiter
@@ -61,27 +70,30 @@ class Owned:
     def __init__(self, id: int, owner: int) -> None:
         self.id = id
         self.owner = owner
-        self.handles = 0  # here, and messages on their way to be decoded
-        self.credits: dict[int, int] = {}  # by worker
+        self.handles = 0  # here, and messages that were read and not decoded yet
+        self.credits: dict[int, int] = {}  # by worker, each above zero; its own: messages in flight to itself
         self.begun = False  # the message that creates it has come
         self.is_set = False
         self.value: Any = None
         # What was raised when it was to be created: made anew for everyone who asks.
         self.error: Callable[[], BaseException] | None = None
-        self.waiting: list[Task] = []  # called when it is set
+        self.waiting: list[Task] = []  # called when it is set; they keep it as a handle does
 
 
 class Held:
     """A value of another worker."""
 
-    __slots__ = ("confirmed", "creation", "credits", "handles", "id", "owner")
+    __slots__ = ("confirmed", "creation", "credits", "handles", "id", "is_orphan", "owner")
 
     def __init__(self, id: int, owner: int) -> None:
         self.id = id
         self.owner = owner
-        self.handles = 0  # here, on loan, and messages on their way to be decoded
+        self.handles = (
+            0  # here, on loan, messages that were read and not decoded yet, Holds that were not sent yet
+        )
         self.credits = 0  # to be given back
         self.confirmed = False  # the owner keeps it for us
+        self.is_orphan = False  # the owner is gone, or cannot be told of it: no loan would ever be returned
         self.creation: PendingCall | None = None  # what creates it, at the worker that called for that
 
 
@@ -132,7 +144,7 @@ class References:
         # Written by finalisers, which must not lock:
         self._let_go: deque[Entry] = deque()  # each once for a handle that has died
         self._clearing = False
-        self._clear_soon: Task | None = None
+        self._clear_soon: Task | None = None  # None before `start` and after `close`
 
     def start(self, host: Host) -> None:
         """Before the first message comes."""
@@ -141,7 +153,7 @@ class References:
 
     def statistics(self) -> dict[str, int]:
         with self._lock:
-            shared = [c for entry in self._owned.values() if (c := _holders(entry))]
+            shared = [entry.credits for entry in self._owned.values() if entry.credits]
             return {
                 "owned": len(self._owned),
                 "shared": len(shared),  # of these: with handles on other workers
@@ -157,7 +169,7 @@ class References:
     def kept_for_others(self) -> dict[int, list[str]]:
         """The values that other workers have handles to, and who these are."""
         with self._lock:
-            found = {entry.id: h for entry in self._owned.values() if (h := _holders(entry))}
+            found = {entry.id: list(entry.credits) for entry in self._owned.values() if entry.credits}
         return {id: [self.host.name_of(worker) for worker in workers] for id, workers in found.items()}
 
     # -- handles here ----------------------------------------------------------------------------------
@@ -179,6 +191,7 @@ class References:
         entry.handles = 1
         with self._lock:
             if isinstance(entry, Owned):
+                entry.credits[owner] = 1  # the message's own, until it is read
                 self._owned[id] = entry
             else:
                 entry.credits = 1  # which the owner counts when it is told to create it
@@ -196,19 +209,17 @@ class References:
         with self._lock:
             entry: Entry | None = self._owned.get(id) if owner == self._id else self._held.get(id)
             if entry is None:
-                raise ValueGoneError(
-                    f"the value {id} of worker {self.host.name_of(owner)!r} is gone: the last handle to it has gone, "
-                    "or a worker that had one"
-                )
+                raise self._gone_error(id, self.host.name_of(owner))
             entry.handles += 1
             return entry
 
     def let_go(self, entry: Entry) -> None:
         """A handle has died. From finalisers: on any thread, under any lock."""
         self._let_go.append(entry)
-        if not self._clearing and self._clear_soon is not None:
+        clear_soon = self._clear_soon
+        if not self._clearing and clear_soon is not None:
             self._clearing = True
-            self._clear_soon()
+            clear_soon()
 
     @property
     def unsettled(self) -> bool:
@@ -230,7 +241,8 @@ class References:
             entry.handles -= 1
             if isinstance(entry, Owned):
                 dead += self._unused_locked(entry)
-            elif entry.handles == 0 and self._held.pop(entry.id, None) is not None:
+            elif entry.handles == 0 and self._held.get(entry.id) is entry:
+                del self._held[entry.id]
                 self._back.setdefault(entry.owner, []).append((entry.id, entry.credits))
 
     def let_all_go(self) -> None:
@@ -246,14 +258,14 @@ class References:
         self._clear()
 
     def _unused_locked(self, entry: Owned) -> Iterable[Owned]:
-        """The entry, if nobody needs it any more: it is taken out."""
-        if entry.handles > 0 or _holders(entry):
+        """The entry, if nothing needs it any more: it is taken out."""
+        if entry.handles > 0 or entry.credits or entry.waiting or self._owned.get(entry.id) is not entry:
             return ()
-        if self._owned.pop(entry.id, None) is None:
-            return ()
-        self._gone[entry.id] = None
-        if len(self._gone) > _TOMBSTONES:
-            self._gone.popitem(last=False)
+        del self._owned[entry.id]
+        if entry.begun:  # else the message that creates it may still come
+            self._gone[entry.id] = None
+            if len(self._gone) > _TOMBSTONES:
+                self._gone.popitem(last=False)
         return (entry,)
 
     # -- values here -----------------------------------------------------------------------------------
@@ -267,12 +279,14 @@ class References:
         self._set(id, None, _without_frames(error, self._name))
 
     def _set(self, id: int, value: Any, error: Callable[[], BaseException] | None) -> None:
+        dead: list[Owned] = []
         with self._lock:
             entry = self._owned.get(id)
             if entry is None or entry.is_set:
                 return
             entry.value, entry.error, entry.is_set = value, error, True
             waiting, entry.waiting = entry.waiting, []
+            dead += self._unused_locked(entry)
         for task in waiting:
             task()
 
@@ -282,63 +296,84 @@ class References:
         Raises:
             CallTimeoutError: it is not there within `timeout` seconds.
         """
-        if not entry.is_set:
-            waiter = Waiter()
-            if self._call_when_set(entry, waiter.set_done):
-                if current.thread.relieve is not None:
-                    current.thread.relieve()
-                deadline = None if timeout is None else time.monotonic() + timeout
-                while not waiter.done:
-                    left = None if deadline is None else deadline - time.monotonic()
-                    if left is not None and left <= 0:
-                        raise CallTimeoutError(
-                            f"the value {entry.id} of worker {self._name!r} was not created within {timeout} s: RPC "
-                            f"ran for more than set timeout ({int((timeout or 0) * 1000)} ms)"
-                        )
-                    waiter.sleep(left)
+        if not entry.is_set and (waiter := self._wait_for(entry)) is not None:
+            self._sleep(entry, waiter, timeout)
+        return _result(entry)
+
+    def find(self, id: int, timeout: float | None) -> Any:
+        """For another worker: the value, once it was created."""
+        with self._lock:
+            entry = self._find_locked(id)
+            waiter = self._wait_for(entry)
+        if waiter is not None:
+            self._sleep(entry, waiter, timeout)
         return _result(entry)
 
     def fetch(self, id: int) -> Any:
         """For another worker: the value, or its future while it is not there. Raises what was raised instead."""
-        entry = self._find(id)
-        if entry.is_set:
-            return _result(entry)
-        future = Future(_wait_no_more, logger.debug)
-        if not self._call_when_set(entry, partial(_complete, future, entry)):
-            return _result(entry)
-        return future
+        with self._lock:
+            entry = self._find_locked(id)
+            if not entry.is_set:
+                future = Future(_wait_no_more, logger.debug)
+                entry.waiting.append(partial(_complete, future, entry))
+                return future
+        return _result(entry)
 
-    def find(self, id: int, timeout: float | None) -> Any:
-        """For another worker: the value, once it was created."""
-        return self.value_of(self._find(id), timeout)
-
-    def _call_when_set(self, entry: Owned, task: Task) -> bool:
-        """False if it is set."""
+    def _wait_for(self, entry: Owned) -> Waiter | None:
+        """Done when the value is set; None if it is."""
         with self._lock:
             if entry.is_set:
-                return False
-            entry.waiting.append(task)
-            return True
+                return None
+            waiter = Waiter()
+            entry.waiting.append(waiter.set_done)
+            return waiter
 
-    def _find(self, id: int) -> Owned:
+    def _sleep(self, entry: Owned, waiter: Waiter, timeout: float | None) -> None:
+        if current.thread.relieve is not None:
+            current.thread.relieve()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while not waiter.done:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise CallTimeoutError(
+                        f"the value {entry.id} of worker {self._name!r} was not created within {timeout} s: RPC "
+                        f"ran for more than set timeout ({int((timeout or 0) * 1000)} ms)"
+                    )
+                interruptible(waiter.sleep, left)
+        finally:
+            if not waiter.done:
+                self._wait_no_longer(entry, waiter)
+
+    def _wait_no_longer(self, entry: Owned, waiter: Waiter) -> None:
+        dead: list[Owned] = []
         with self._lock:
-            entry = self._live_locked(id)
+            if waiter.set_done in entry.waiting:
+                entry.waiting.remove(waiter.set_done)
+            dead += self._unused_locked(entry)
+
+    def _find_locked(self, id: int) -> Owned:
+        entry = self._live_locked(id)
         if entry is None:
-            raise ValueGoneError(
-                f"the value {id} of worker {self._name!r} is gone: the last handle to it has gone, or a worker that "
-                "had one"
-            )
+            raise self._gone_error(id, self._name)
         return entry
+
+    def _gone_error(self, id: int, owner: str) -> ValueGoneError:
+        return ValueGoneError(
+            f"the value {id} of worker {owner!r} is gone: the last handle to it has gone, or a worker that had one"
+        )
 
     def _live_locked(self, id: int) -> Owned | None:
         """A value of this worker, which may still have to be created; None if it is gone."""
         entry = self._owned.get(id)
-        if entry is None and id not in self._gone and sender_of(id) not in self._lost:
-            entry = self._expect_locked(id)
+        if entry is None and id not in self._gone:
+            creator = sender_of(id)
+            if creator != self._id and creator not in self._lost:
+                entry = self._expect_locked(id)
         return entry
 
     def _expect_locked(self, id: int) -> Owned:
-        """A value of which others have heard before the message came here that creates it."""
+        """A value that another worker has created; the message that says so may still be in flight."""
         entry = self._owned[id] = Owned(id, self._id)
         return entry
 
@@ -354,8 +389,8 @@ class References:
             for entry in {entry.id: entry for entry in entries}.values():
                 loan = 0
                 if isinstance(entry, Owned):
-                    entry.credits[to] = entry.credits.get(to, 0) + 1
-                elif to != entry.owner:
+                    _give_credit(entry, to)
+                elif to != entry.owner and not entry.is_orphan:
                     loan = self.host.new_message_id()
                     entry.handles += 1
                     self._loans[loan] = (entry, to)
@@ -365,95 +400,164 @@ class References:
         return msgspec.structs.replace(envelope, lent=tuple(lent), dropped=tuple(back))
 
     def not_written(self, envelope: Envelope, to: int) -> None:
-        """The message was not sent."""
-        if envelope.dropped:
-            with self._lock:
-                self._back.setdefault(to, []).extend(envelope.dropped)
-            if self._clear_soon is not None:
-                self._clear_soon()
-        for lent in envelope.lent:
-            if lent.owner == self._id:
-                self._return_credits(to, [(lent.rref, 1)])
-            elif lent.loan:
-                self._on_return(lent.loan)
-
-    def incoming(self, envelope: Envelope, sender: int) -> Arrival:
-        """Counts what a message creates, lends and gives back. While reading: never blocks, and runs no user code."""
-        arrived: list[Entry] = []
-        holds: list[tuple[Held, Hold]] = []
-        if envelope.dropped and (task := self._return_credits(sender, envelope.dropped)) is not None:
-            self.host.submit(task)
+        """Takes back what a message that was not sent has lent, and has the credits in it go back with another."""
+        dead: list[Owned] = []
         with self._lock:
-            if envelope.creates:
-                created = self._owned.get(envelope.creates) or self._expect_locked(envelope.creates)
-                created.begun = True
-                if sender != self._id:
-                    created.credits[sender] = created.credits.get(sender, 0) + 1
+            if envelope.dropped:
+                self._back.setdefault(to, []).extend(envelope.dropped)
             for lent in envelope.lent:
                 if lent.owner == self._id:
                     owned = self._owned.get(lent.rref)
-                    if owned is None:
-                        continue  # gone, with whoever had lent it; decoding says so
-                    owned.handles += 1
-                    if sender == self._id:
-                        owned.credits[sender] -= 1
-                    arrived.append(owned)
+                    if owned is not None and to in owned.credits:  # else the loss of `to` has taken it
+                        _take_credits(owned, to, 1)
+                        dead += self._unused_locked(owned)
+                elif lent.loan:
+                    self._end_loan_locked(lent.loan)
+        clear_soon = self._clear_soon
+        if envelope.dropped and clear_soon is not None:
+            clear_soon()
+
+    def incoming(self, envelope: Envelope, sender: int) -> Arrival:
+        """Counts what a message creates, lends and gives back. While reading: never blocks, and runs no user code.
+
+        Raises:
+            ProtocolError: it creates a value under an id of another worker than its sender.
+        """
+        arrived: list[Entry] = []
+        creates = envelope.creates
+        if creates and sender_of(creates) != sender:
+            raise ProtocolError(
+                f"worker {self.host.name_of(sender)!r} (id {sender}) creates the value {creates}, an id that only "
+                f"worker {sender_of(creates)} gives"
+            )
+        if envelope.dropped and (task := self._return_credits(sender, envelope.dropped)) is not None:
+            self.host.submit(task)
+        holds: list[tuple[Held, Hold]] = []
+        with self._lock:
+            if creates:
+                created = self._owned.get(creates) or self._expect_locked(creates)
+                created.begun = True
+                if sender == self._id:
+                    arrived.append(self._arrive_locked(created, sender))
+                else:
+                    _give_credit(created, sender)
+            for lent in envelope.lent:
+                if lent.owner == self._id:
+                    owned = self._live_locked(lent.rref)
+                    if owned is not None:  # else it went with the worker that had lent it; decoding says so
+                        arrived.append(self._arrive_locked(owned, sender))
                     continue
                 held = self._held.get(lent.rref)
                 if held is None:
                     held = self._held[lent.rref] = Held(lent.rref, lent.owner)
+                    held.is_orphan = lent.owner in self._lost
                 held.handles += 1
                 held.credits += 1
-                held.confirmed = True  # by the owner, or by its credit for whoever lent it
+                held.confirmed = True  # by the owner, or by its credit for the worker that has lent it
                 if lent.loan:
+                    held.handles += 1
                     holds.append((held, Hold(lent.rref, lent.loan)))
                 arrived.append(held)
         for held, hold in holds:
             self.host.submit(partial(self._hold, held, hold))
         return Arrival(arrived, self.let_go)
 
+    def _arrive_locked(self, entry: Owned, sender: int) -> Owned:
+        """A message with a handle to a value of this worker was read: it counts as one here."""
+        entry.handles += 1
+        if sender == self._id and sender in entry.credits:
+            _take_credits(entry, sender, 1)
+        return entry
+
     def _hold(self, held: Held, hold: Hold) -> None:
-        self._tell(held.owner, Kind.HOLD, hold)
+        try:
+            if not self._tell(held.owner, Kind.HOLD, hold):
+                with self._lock:
+                    held.is_orphan = True
+                    self._end_loans_locked(held.owner)
+        finally:
+            self.let_go(held)
+
+    def _end_loans_locked(self, lost: int) -> None:
+        """Ends the loans to a worker that is gone, and those that no owner will return."""
+        for loan, (held, to) in list(self._loans.items()):
+            if to == lost or held.is_orphan:
+                self._end_loan_locked(loan)
 
     def on_message(self, peer: int, body: Any) -> Task | None:
-        """Another worker tells us of its handles. While reading: what takes longer is returned."""
+        """Another worker tells of its handles. While reading: what takes longer is returned."""
         match body:
             case Hold(id, loan):
-                with self._lock:
-                    entry = self._live_locked(id)
-                    if entry is not None:
-                        entry.credits[peer] = entry.credits.get(peer, 0) + 1
-                return partial(self._tell, sender_of(loan), Kind.RETURN, Return(loan))
+                return self._on_hold(peer, id, loan)
             case Drop(credits):
                 return self._return_credits(peer, credits)
-            case Return(loan):
-                return self._on_return(loan)
+            case Return(loan, holder):
+                self._on_return(peer, loan, holder)
         return None
 
+    def _on_hold(self, peer: int, id: int, loan: int) -> Task | None:
+        lender = sender_of(loan)
+        if lender == self._id:  # an owner lends its values without loans
+            logger.warning(
+                "worker %r says that worker %r, the owner, has lent it the value %d: ignored",
+                self.host.name_of(peer), self._name, id,
+            )  # fmt: skip
+            return None
+        with self._lock:
+            entry = self._live_locked(id)
+            if entry is not None:
+                _give_credit(entry, peer)
+        return partial(self._return_loan, lender, Return(loan, peer))
+
+    def _return_loan(self, lender: int, message: Return) -> None:
+        self._tell(lender, Kind.RETURN, message)
+
     def _return_credits(self, peer: int, credits: Iterable[tuple[int, int]]) -> Task | None:
+        """A peer gives credits back."""
         dead: list[Owned] = []
+        refused: list[tuple[int, int, int]] = []
         with self._lock:
             for id, count in credits:
                 entry = self._owned.get(id)
-                if entry is not None:
-                    left = entry.credits.get(peer, 0) - count
-                    if left:
-                        entry.credits[peer] = left
-                    else:
-                        entry.credits.pop(peer, None)
+                if entry is None:
+                    continue  # gone before
+                has = entry.credits.get(peer, 0)
+                if 0 < count <= has:
+                    _take_credits(entry, peer, count)
                     dead += self._unused_locked(entry)
+                else:
+                    refused.append((id, count, has))
+        for id, count, has in refused:
+            logger.warning(
+                "worker %r (id %d) gives back %d credits for the value %d of worker %r, of which it has %d: ignored",
+                self.host.name_of(peer), peer, count, id, self._name, has,
+            )  # fmt: skip
         # Not on a thread that reads: the end of a value may run users' code.
         return dead.clear if dead else None
 
-    def _on_return(self, loan: int) -> Task | None:
+    def _on_return(self, peer: int, loan: int, holder: int) -> None:
+        """The owner of a lent value has counted a credit for the worker that it was lent to."""
         with self._lock:
-            entry, _ = self._loans.pop(loan, (None, 0))
+            found = self._loans.get(loan)
+            if found is None:
+                return  # it has ended with one of the two
+            entry, to = found
+            is_true = peer == entry.owner and holder == to
+            if is_true:
+                self._end_loan_locked(loan)
+        if not is_true:
+            logger.warning(
+                "worker %r (id %d) ends the loan of value %d to worker %d, as only its owner, worker %d, may: ignored",
+                self.host.name_of(peer), peer, entry.id, to, entry.owner,
+            )  # fmt: skip
+
+    def _end_loan_locked(self, loan: int) -> None:
+        entry, _ = self._loans.pop(loan, (None, 0))
         if entry is not None:
             self.let_go(entry)
-        return None
 
-    def _tell(self, worker: int, kind: Kind, body: Hold | Drop | Return) -> None:
-        """Whoever is gone needs not hear it."""
+    def _tell(self, worker: int, kind: Kind, body: Hold | Drop | Return) -> bool:
+        """Sends a one-way message; False if the worker is gone."""
         try:
             if worker == self._id:
                 self.on_message(worker, body)
@@ -461,6 +565,8 @@ class References:
                 self.host.post(worker, Envelope(kind, self.host.new_message_id()), body, None, None)
         except TelegradError as error:
             logger.debug("worker %d was not told %s: %s", worker, body, error)
+            return False
+        return True
 
     # -- ends ------------------------------------------------------------------------------------------
 
@@ -471,18 +577,19 @@ class References:
         with self._lock:
             self._lost.add(peer)
             for entry in list(self._owned.values()):
-                if entry.credits.pop(peer, 0):
-                    dead += self._unused_locked(entry)
                 if not entry.begun and sender_of(entry.id) == peer:
                     never.append(entry.id)
-            returned = [loan for loan, (entry, to) in self._loans.items() if peer in (to, entry.owner)]
+                if entry.credits.pop(peer, 0):
+                    dead += self._unused_locked(entry)
+            for held in self._held.values():
+                held.is_orphan = held.is_orphan or held.owner == peer
+            self._end_loans_locked(peer)
         for id in never:
             self.set_error(id, PeerLostError(f"worker {name!r}, which was to have it created, is gone"))
-        for loan in returned:
-            self._on_return(loan)
 
     def close(self) -> None:
-        """This worker shuts down: whoever waits hears of it."""
+        """Ends with the worker: those who wait for a value hear of it, and handles die without a word."""
+        self._clear_soon = None  # RRefs may outlive the interpreter's modules
         with self._lock:
             owned = list(self._owned.values())
             self._owned.clear()
@@ -497,9 +604,16 @@ class References:
                     task()
 
 
-def _holders(entry: Owned) -> dict[int, int]:
-    """The workers with handles to it, and their credits."""
-    return {worker: count for worker, count in entry.credits.items() if count > 0}
+def _give_credit(entry: Owned, worker: int) -> None:
+    entry.credits[worker] = entry.credits.get(worker, 0) + 1
+
+
+def _take_credits(entry: Owned, worker: int, count: int) -> None:
+    left = entry.credits[worker] - count
+    if left:
+        entry.credits[worker] = left
+    else:
+        del entry.credits[worker]
 
 
 def _is_being_created(held: Held) -> bool:
@@ -521,8 +635,10 @@ def _without_frames(error: BaseException, worker: str) -> Callable[[], BaseExcep
 
     def make() -> BaseException:
         try:
-            made = copy.copy(error)
-        except Exception:
+            made: BaseException = interruptible(copy.copy, error)
+        except BaseException as failed:
+            if is_interrupt(failed):
+                raise
             made = RemoteError(fallback)  # its constructor wants other arguments
         made.__cause__ = RemoteTraceback(worker, text)
         return made

@@ -22,6 +22,7 @@ from .futures import Future
 from .messages import WorkerInfo
 from .rendezvous import Group, open_store
 from .rref import RRef, create
+from .untraced import untraced
 from .worker import Worker
 
 __all__ = [
@@ -43,6 +44,7 @@ UNSET_TIMEOUT = -1.0  # torch's mark for "the default"
 _starting = threading.Lock()  # held by init_rpc() and shutdown(): one default worker at a time
 
 
+@untraced
 def init_rpc(
     name: str,
     backend: Any = None,
@@ -89,6 +91,7 @@ def init_rpc(
         return worker
 
 
+@untraced
 def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     """Ends this process's worker.
 
@@ -108,6 +111,7 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
                 set_default_worker(None)
 
 
+@untraced
 def rpc_sync(
     to: str | int | WorkerInfo,
     func: Any,
@@ -122,6 +126,7 @@ def rpc_sync(
     return current_worker().call(to, func, args or (), kwargs, _timeout(timeout))
 
 
+@untraced
 def rpc_async(
     to: str | int | WorkerInfo,
     func: Any,
@@ -133,6 +138,7 @@ def rpc_async(
     return current_worker().call_async(to, func, args or (), kwargs, _timeout(timeout))
 
 
+@untraced
 def remote(
     to: str | int | WorkerInfo,
     func: Any,
@@ -147,6 +153,7 @@ def remote(
     return create(current_worker(), to, func, args or (), kwargs, timeout)
 
 
+@untraced
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """The name and id of a worker; of this one without a name.
 

@@ -26,6 +26,7 @@ from .interrupts import critical
 from .messages import WorkerInfo
 from .pending import effective_timeout
 from .references import Entry, Owned
+from .untraced import untraced_methods
 from .worker import Worker
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ UNSET_TIMEOUT = -1.0  # torch's mark for "the default"
 Function = Callable[..., Any]
 
 
+@untraced_methods
 class RRef(Handle, Generic[T]):
     """A handle to a value. Made by `remote()` for one on another worker; `RRef(value)` makes one to a value here.
 
@@ -132,7 +134,7 @@ class RRef(Handle, Generic[T]):
     def to_here_async(self, timeout: float = UNSET_TIMEOUT) -> torch.futures.Future[T]:
         """The value's future, which can be waited for and awaited. `await rref` does the same."""
         self.check_creation()
-        return self._worker.call_async(self.entry.owner, _fetch, (self.entry.id,), None, _given(timeout))
+        return self._worker.call_async(self.entry.owner, _fetch, (self,), None, _given(timeout))
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.to_here_async().__await__()  # type: ignore[attr-defined, no-any-return]
@@ -150,15 +152,16 @@ class RRef(Handle, Generic[T]):
 
     def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """`rref.rpc_sync().method(...)` calls a method of the value on its owner, and returns the result."""
-        return _Methods(self, self._worker.call, timeout)
+        # Its id is enough: the caller keeps this handle until it has the answer.
+        return _Methods(self, self.entry.id, self._worker.call, timeout)
 
     def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """The same, and returns the result's future."""
-        return _Methods(self, self._worker.call_async, timeout)
+        return _Methods(self, self, self._worker.call_async, timeout)
 
     def remote(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """The same, and returns a handle to the result, which stays there."""
-        return _Methods(self, partial(create, self._worker), timeout)
+        return _Methods(self, self, partial(create, self._worker), timeout)
 
     # -- torch's private names -------------------------------------------------------------------------
 
@@ -167,7 +170,7 @@ class RRef(Handle, Generic[T]):
         if blocking and self.is_owner():
             return type(self.local_value())
         self.check_creation()
-        future = self._worker.call_async(self.entry.owner, _type_of, (self.entry.id,), None, _given(timeout))
+        future = self._worker.call_async(self.entry.owner, _type_of, (self,), None, _given(timeout))
         return future.wait() if blocking else future
 
     def _get_future(self) -> torch.futures.Future[None]:
@@ -221,23 +224,24 @@ class RRef(Handle, Generic[T]):
         raise error
 
 
+@untraced_methods
 class _Methods:
-    """The methods of a value, each as a call to its owner."""
+    """The methods of a value, each as a call to its owner. `value` is what the call names it by: a handle, which
+    keeps the value until the call has run, or its id."""
 
-    def __init__(self, rref: RRef[Any], call: Function, timeout: float) -> None:
+    def __init__(self, rref: RRef[Any], value: RRef[Any] | int, call: Function, timeout: float) -> None:
         self._rref = rref
+        self._value = value
         self._call = call
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Function:
-        rref = self._rref
+        return partial(self._call_method, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            rref.check_creation()
-            all_args = (rref.entry.id, name, args, kwargs)
-            return self._call(rref.entry.owner, _invoke, all_args, None, _given(self._timeout))
-
-        return call
+    def _call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        self._rref.check_creation()
+        all_args = (self._value, name, args, kwargs)
+        return self._call(self._rref.entry.owner, _invoke, all_args, None, _given(self._timeout))
 
 
 def create(
@@ -255,7 +259,8 @@ def create(
 
 def _received(id: int, owner: int) -> RRef[Any]:
     """In a pickle: a handle that came in a message."""
-    return RRef._of(*received_handle(id, owner))
+    with critical():  # between being counted and being there
+        return RRef._of(*received_handle(id, owner))
 
 
 RRef.rebuild = staticmethod(_received)
@@ -274,8 +279,8 @@ def _may_wait(function: Function) -> Function:
 
 
 @_may_wait
-def _fetch(id: int) -> Any:
-    found = current_worker().references.fetch(id)
+def _fetch(value: RRef[Any] | int) -> Any:
+    found = current_worker().references.fetch(value.entry.id if isinstance(value, RRef) else value)
     if isinstance(found, torch._C.Future) and not isinstance(found, Future):
         # The value itself, which is not to be waited for.
         raise EncodeError(
@@ -284,20 +289,21 @@ def _fetch(id: int) -> Any:
     return found
 
 
-def value_here(id: int) -> Any:
+def value_here(value: RRef[Any] | int) -> Any:
     """A value of this worker, once it was created; at most until the deadline of the call that asks for it."""
     serving = current.current_serving()
     limit = effective_timeout(0, 0, serving.deadline if serving else None)
+    id = value.entry.id if isinstance(value, RRef) else value
     return current_worker().references.find(id, limit)
 
 
 @_may_wait
-def _invoke(id: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return getattr(value_here(id), name)(*args, **kwargs)
+def _invoke(value: RRef[Any] | int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return getattr(value_here(value), name)(*args, **kwargs)
 
 
-def _type_of(id: int) -> type:
-    return type(value_here(id))
+def _type_of(value: RRef[Any]) -> type:
+    return type(value_here(value))
 
 
 def _backward(id: int, context_id: int, retain_graph: bool) -> None:

@@ -233,6 +233,8 @@ class Worker:
                     self.attach.not_written(envelope)
                 if envelope.lent or envelope.dropped:
                     self.references.not_written(envelope, connection.peer.id)
+                if self._codec.unanswered:
+                    self._codec.not_sent(envelope)
             if self.events.subscribers:
                 self._emit("send", "failed", envelope, connection, detail=repr(error))
             raise
@@ -254,6 +256,8 @@ class Worker:
             if task is not None:
                 task()
         else:
+            if self._codec.unanswered:
+                self._codec.on_answer(connection.peer.id, envelope)
             self._dispatch.on_answer(envelope, frames, call, may_run_callbacks=call is here)
         if self.events.subscribers:
             self._emit("receive", "complete", envelope, connection)
@@ -289,10 +293,11 @@ class Worker:
             for call in self._pending.take_all(connection):
                 gone = f"worker {call.peer!r} is gone, with the call of {call.function} unanswered: {reason}"
                 self._dispatch.fail(call, partial(PeerLostError, gone))
-            if connection.peer.is_observer:
-                return  # it had no part in anything
-            self.engine.on_lost(connection.peer.id, connection.peer.name, reason)
             self.references.on_lost(connection.peer.id, connection.peer.name)
+            self._codec.forget(connection.peer.id)
+            if connection.peer.is_observer:
+                return  # it had no part in anything else
+            self.engine.on_lost(connection.peer.id, connection.peer.name, reason)
             self.recorder.on_lost(connection.peer.id)
             for context in self.contexts.all():
                 # Its end may have been to come from the one who is gone.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import struct
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -333,3 +335,18 @@ def write_to_the_end(connection) -> None:
     with pytest.raises(ConnectionClosedError):
         while True:
             connection.write(Frames(b"", [bytes(2 * MIB)]))
+
+
+def test_a_message_that_is_cut_off_leaves_its_memory_at_once():
+    """Also while the garbage collector does not run: it may be gigabytes."""
+    reader = FrameReader(16 * MIB, SegmentPool(0, shared=False))
+    data = bytes_of(Frames(b"header", [bytes(MIB), bytes(10), bytes(MIB)]))[: 100 * KIB]
+    reader.target[: len(data)] = data
+    reader.received(len(data), [])
+    partial = weakref.ref(reader._partial)
+    gc.disable()
+    try:
+        reader.close()
+        assert partial() is None
+    finally:
+        gc.enable()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from telegrad.codec import Codec
-from telegrad.messages import Call, Envelope, Hello, Kind, Reply
+from telegrad.messages import COUNTER_BITS, Call, Envelope, Hello, Kind, Reply
 from telegrad.transport.base import Frames
 
 
@@ -27,7 +27,7 @@ class End:
     def encode(
         self, to: End, kind: Kind, body: Any, *, id: int = 0, reply_to: int = 0
     ) -> tuple[Envelope, Frames]:
-        envelope = Envelope(kind, id, reply_to)
+        envelope = Envelope(kind, (self.id << COUNTER_BITS) + id, reply_to)
         return envelope, arrived(encoded(self.codec, envelope, body, to.hello))
 
 
@@ -65,6 +65,7 @@ class Link:
 
     def answer(self, call: Envelope, result: Any) -> Any:
         envelope, frames = self.far.encode(self.near, Kind.REPLY, Reply(result), reply_to=call.id)
+        self.near.codec.on_answer(self.far.id, envelope)
         return self.near.codec.decode(envelope, frames).value
 
     def carry(self, *values: Any, **more: Any) -> Any:

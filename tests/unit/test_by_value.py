@@ -495,3 +495,169 @@ def test_a_parameter_server(cluster, script, transport):
         results += found
     assert sorted(results) == list(range(1, 21))
     assert script.calls == 0
+
+
+# -- workers that are gone -------------------------------------------------------------------------------
+
+
+def tables(end: End) -> dict[str, int]:
+    """How much a codec keeps of definitions, sent and received."""
+    definitions = end.codec._definitions
+    namespaces = definitions._namespaces
+    return {
+        "received": len(definitions._received),
+        "versions": len(definitions._versions),
+        "current": sum(d.origin != end.id for d in definitions._current.values()),
+        "known to others": sum(len(d.known_to) for d in definitions._current.values()),
+        "unanswered": len(definitions.unanswered),
+        "namespaces": len(namespaces._kept),
+        "alive": len(namespaces._received),
+    }
+
+
+NOTHING = dict.fromkeys(
+    ("received", "versions", "current", "known to others", "unanswered", "namespaces", "alive"), 0
+)
+
+
+def test_what_a_gone_worker_has_sent_is_forgotten(link, script):
+    script.weights = torch.zeros(5)
+    link.call(script.add, 1)
+    link.call(lambda: script.SCALE)
+    assert tables(link.far)["received"]
+    received = next(f for f in link.far.codec._definitions._received.values() if f.__name__ == "add")
+    weights = weakref.ref(received.__globals__["weights"])
+    del received
+    link.far.codec.forget(link.near.id)
+    gc.collect()
+    assert weights() is None
+    assert tables(link.far) == NOTHING
+
+
+def test_what_was_sent_to_a_gone_worker_is_forgotten(link, script):
+    link.call(script.scale, 1)
+    redefine(script, "def other(): return 1")
+    link.send(script.other)  # never answered
+    assert tables(link.near)["known to others"] == tables(link.near)["unanswered"] == 1
+    link.near.codec.forget(link.far.id)
+    assert tables(link.near) == NOTHING
+
+
+def test_a_function_of_a_gone_worker_can_be_used_and_passed_on(script):
+    home, second, third = End(1), End(2), End(3)
+    (count,) = Link(home, second).carry(script.count)
+    on = Link(second, third)
+    assert on.call(count) == 1
+    second.codec.forget(home.id)
+    third.codec.forget(home.id)
+    gc.collect()
+    assert count() == 1
+    assert [on.call(count), on.call(count)] == [2, 3]  # in the namespace that it was in before
+    assert on.call(lambda f: f(), count) == 4
+    third.codec.forget(second.id)
+    second.codec.forget(third.id)
+    del count
+    gc.collect()
+    assert tables(second) == tables(third) == NOTHING
+
+
+def test_a_message_of_a_worker_that_was_lost_meanwhile(link, script):
+    """It is run all the same, and leaves nothing behind."""
+    envelope, frames = link.send(script.scale, script.Point(1).x)
+    link.far.codec.forget(link.near.id)
+    call = link.far.codec.decode(envelope, frames)
+    assert call.function(*call.args) == 4
+    del call
+    gc.collect()
+    assert tables(link.far) == NOTHING
+
+
+def test_a_number_of_a_gone_worker_is_an_error_that_says_so(link, script):
+    link.call(script.scale, 1)
+    envelope, frames = link.send(script.scale, 1)
+    link.far.codec.forget(link.near.id)
+    with pytest.raises(DecodeError, match="forgotten when the connection with worker 1 was lost"):
+        link.far.codec.decode(envelope, frames)
+
+
+def test_an_answer_of_another_worker_proves_nothing(link, script):
+    envelope, _ = link.send(script.scale, 1)
+    liar = telegrad.messages.Envelope(telegrad.messages.Kind.REPLY, 1, envelope.id)
+    link.near.codec.on_answer(99, liar)
+    assert carries(link, script.scale, 1)
+
+
+class Unloadable:
+    """Can be sent, and not be rebuilt."""
+
+    def __reduce__(self) -> Any:
+        return fail_to_load, ()
+
+
+def fail_to_load() -> None:
+    raise ValueError("this cannot be rebuilt")
+
+
+@pytest.fixture
+def pair() -> Iterator[telegrad.LocalCluster]:
+    """The driver and a worker "a", in this process."""
+    with telegrad.LocalCluster(["a"], transport="inproc") as cluster:
+        yield cluster
+
+
+def bytes_out(cluster: telegrad.LocalCluster) -> int:
+    return sum(found.bytes_out for found in cluster.worker.statistics().connections.values())
+
+
+def test_a_created_value_proves_that_the_definition_arrived(pair, script):
+    script.weights = torch.zeros(100_000)
+    assert rpc.remote("a", script.add, args=(1,)).to_here().sum() == 100_000
+    before = bytes_out(pair)
+    for n in (2, 3):
+        assert rpc.remote("a", script.add, args=(1,)).to_here().sum() == n * 100_000
+    assert bytes_out(pair) - before < 10_000
+    assert not pair.worker._codec.unanswered
+
+
+def test_a_creation_that_cannot_be_decoded_proves_nothing(pair, script):
+    rref = rpc.remote("a", script.make, args=(Unloadable(),))
+    with pytest.raises(DecodeError, match="cannot be rebuilt"):
+        rref.to_here()
+    rref._get_future().wait()
+    assert not pair.worker._codec.unanswered
+    assert rpc.rpc_sync("a", script.make, args=(3,)).x == 3
+
+
+def test_a_creation_that_fails_says_why_where_the_value_is_used(pair, script):
+    redefine(script, "def broken(): raise KeyError('broken')")
+    rref = rpc.remote("a", script.broken)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="broken"):
+            rref.to_here()
+    rref._get_future().wait()
+
+
+def test_a_call_that_is_not_sent_leaves_nothing_unanswered(pair, script, monkeypatch):
+    connection = pair.worker._peers.reach("a", 5.0)[1]
+
+    def write(*args: object) -> int:
+        raise telegrad.errors.TooLargeError("too large")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connection, "write", write)
+        with pytest.raises(telegrad.errors.TooLargeError):
+            rpc.rpc_sync("a", script.count)
+    assert not pair.worker._codec.unanswered
+    assert rpc.rpc_sync("a", script.count) == 1
+
+
+def test_a_worker_forgets_a_peer_with_its_connection(pair, script):
+    assert rpc.rpc_sync("a", script.count) == 1
+    (a,) = [worker for worker in pair._in_process if worker.name == "a"]
+    definitions, namespaces = a._codec._definitions, a._codec._namespaces
+    assert definitions._received
+    (connection,) = a._peers.connections()
+    a.on_lost(connection, "the test says so")
+    gc.collect()
+    assert not definitions._received
+    assert not namespaces._received

@@ -172,8 +172,8 @@ class StreamConnection(Connection):
         timeout: float | None,
         before_waiting: Callable[[], None] | None,
     ) -> None:
-        """Writes a message of `nbytes` (-1: a word that is none), or (None) the rest of one. The write lock is held, and is let go: by this
-        thread, or by the one that takes over the rest when the time is over in the middle of the message."""
+        """Writes a message of `nbytes` (-1: a word that is none), or (None) the rest of one. The write lock is held,
+        and let go: by this thread, or by the one that takes over the rest when the time is over in the middle."""
         begun = nbytes is None
         withdrawn = handed_over = waited = False
         deadline: float | None = None

@@ -275,21 +275,10 @@ class _Partial:
         large = sum(aligned(n) for n in lengths if n >= SHARED_MEMORY_FROM)
         memory = pool.lend(large) if large else memoryview(b"")
         self._buffers: list[Buffer] = []
-        self._memories = self._memories_of(lengths, memory)
+        self._memories = _memories_of(lengths, memory)
         self.rest = memoryview(b"")  # of the buffer that is being filled
         self.complete = False
         self._go_on()
-
-    def _memories_of(self, lengths: Sequence[int], memory: memoryview) -> Iterator[Buffer]:
-        """Where each buffer goes. Small ones are made one by one, as their bytes come in: a peer that only
-        announces a million of them makes us allocate nothing."""
-        at = 0
-        for length in lengths:
-            if length >= SHARED_MEMORY_FROM:
-                yield memory[at : at + length]
-                at += aligned(length)
-            else:
-                yield bytearray(length)
 
     def _go_on(self) -> None:
         while not self.rest:
@@ -318,6 +307,21 @@ class _Partial:
 
     def frames(self) -> Frames:
         return Frames(self._header, self._buffers)
+
+
+def _memories_of(lengths: Sequence[int], memory: memoryview) -> Iterator[Buffer]:
+    """The place of each buffer. Small ones are made one by one, as their bytes come in: a peer that only announces a
+    million of them makes us allocate nothing.
+
+    A function, and not a method of _Partial: an unfinished generator would refer to it and it to the generator, and
+    the memory of a message that was cut off would stay until the garbage collector runs."""
+    at = 0
+    for length in lengths:
+        if length >= SHARED_MEMORY_FROM:
+            yield memory[at : at + length]
+            at += aligned(length)
+        else:
+            yield bytearray(length)
 
 
 def _bad_prefix(

@@ -1,0 +1,118 @@
+"""Handles that die while the value that they refer to is still being created, or a call that uses it is in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import telegrad
+from telegrad import rpc
+from telegrad.current import current_worker
+from telegrad.nn import RemoteModule
+
+PATIENCE = 10.0
+
+
+class Gate:
+    """Holds the constructors of one test until it is opened. The workers are of this process."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.opened = threading.Event()
+
+    def __reduce__(self) -> Any:
+        return _gate, ()
+
+    def pass_through(self) -> None:
+        self.begun.set()
+        assert self.opened.wait(PATIENCE)
+
+
+_gates: list[Gate] = []
+
+
+def _gate() -> Gate:
+    return _gates[-1]
+
+
+class Slow:
+    """A value whose constructor waits for the gate."""
+
+    def __init__(self, gate: Gate) -> None:
+        gate.pass_through()
+
+    def me(self) -> Slow:
+        return self
+
+    def value(self) -> int:
+        return 7
+
+
+class SlowModule(torch.nn.Module):
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        gate.pass_through()
+
+    def forward(self, x: int) -> int:
+        return x + 1
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    _gates.append(Gate())
+    yield _gates[-1]
+    _gates.pop().opened.set()
+
+
+@pytest.fixture
+def workers() -> Iterator[dict[str, telegrad.Worker]]:
+    with telegrad.LocalCluster(
+        ["a"], transport="inproc", options=telegrad.Options(rpc_timeout=PATIENCE)
+    ) as cluster:
+        found = {worker.name: worker for worker in (current_worker(), *cluster._in_process)}
+        yield found
+        found.clear()
+
+
+def settle(workers: dict[str, telegrad.Worker]) -> None:
+    """Counts the handles that have died by now, and tells their owners, which have heard it when this returns."""
+    for worker in workers.values():
+        worker.references._clear()
+    for name in workers:
+        rpc.rpc_sync(name, abs, args=(1,))
+
+
+@pytest.mark.parametrize("owner", ["driver", "a"])
+def test_a_handle_that_dies_while_the_constructor_runs(workers, gate, owner):
+    result = rpc.remote(owner, Slow, args=(gate,)).remote().me()
+    assert gate.begun.wait(PATIENCE)
+    settle(workers)
+    gate.opened.set()
+    assert result.rpc_sync().value() == 7
+    assert result.rpc_sync().value() == 7
+
+
+@pytest.mark.parametrize("owner", ["driver", "a"])
+def test_a_handle_that_dies_before_the_answer_of_its_call(workers, gate, owner):
+    answers = [
+        rpc.remote(owner, Slow, args=(gate,)).rpc_async().value(),
+        rpc.remote(owner, int, args=("7",)).to_here_async(),
+        rpc.remote(owner, Slow, args=(gate,))._get_type(blocking=False),
+    ]
+    assert gate.begun.wait(PATIENCE)
+    settle(workers)
+    gate.opened.set()
+    assert [answer.wait() for answer in answers] == [7, 7, Slow]
+
+
+@pytest.mark.parametrize("owner", ["driver", "a"])
+def test_a_remote_module_that_dies_before_the_answer_of_its_call(workers, gate, owner):
+    answer = RemoteModule(owner, SlowModule, (gate,)).forward_async(1)
+    assert gate.begun.wait(PATIENCE)
+    settle(workers)
+    gate.opened.set()
+    assert answer.wait() == 2
