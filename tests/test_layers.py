@@ -55,6 +55,7 @@ LAYERS = """
     duty threads
     futures
     pending rendezvous
+    store
     gradients.host gradients.attach gradients.local_pass gradients.planning gradients.snapshot
     gradients.contexts gradients.backward_pass
     gradients.local_graph gradients.leaves gradients.log gradients.awaited

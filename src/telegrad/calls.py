@@ -17,7 +17,7 @@ from . import current, profiled_calls
 from .codec import Codec
 from .config import Options
 from .dispatch import Dispatch
-from .errors import CallTimeoutError, EncodeError, PeerLostError, TransportError
+from .errors import CallTimeoutError, EncodeError, PeerLostError, RendezvousError, TransportError
 from .events import Span, logger
 from .futures import Future
 from .mail import Sender
@@ -93,7 +93,9 @@ class Calls:
         return future
 
     def create(self, to: To, body: Call, timeout: float | None) -> Entry:
-        entry = self._worker.references.new(self._peers.find(to).member.id)
+        limit = effective_timeout(timeout, self._worker.options.rpc_timeout, None)
+        peer, _ = self._reach(to, limit)
+        entry = self._worker.references.new(peer.member.id)
         try:
             call = self._start_call(entry.owner, body, timeout, None, creates=entry.id)
         except BaseException:
@@ -174,7 +176,7 @@ class Calls:
         began = time.monotonic()
         try:
             return self._peers.reach(to, timeout)
-        except PeerLostError as error:
+        except (PeerLostError, RendezvousError) as error:
             if timeout is None or time.monotonic() - began < timeout:
                 raise
             # Whether it lives is not known: there was no time to find out.

@@ -10,14 +10,13 @@ waits for it, and its going is no loss to anyone.
 from __future__ import annotations
 
 import os
-import queue
 import random
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
@@ -33,8 +32,6 @@ from .worker import Statistics, Worker
 
 _MOST_SAMPLES = 10_000
 _MOST_AT_ONCE = 32  # workers that are asked at the same time
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,7 @@ class Observer:
 
     def __init__(self, address: str, *, timeout: float = 5.0) -> None:
         self._timeout = timeout
-        self._group = within(timeout, lambda: _find_group(address, timeout))
+        self._group = _find_group(address, timeout)
         options = Options(connect_timeout=timeout, rpc_timeout=timeout, init_timeout=timeout, spin=0)
         self._worker = Worker.start("observer", self._group, options)
 
@@ -98,7 +95,7 @@ class Observer:
         Raises:
             RendezvousError: the store is gone, and with it most likely the group.
         """
-        members = within(self._timeout, self._group.members)
+        members = self._group.members(self._timeout)
         newest = {member.name: member for member in members}  # of each name: ids only grow
         with ThreadPoolExecutor(min(len(newest), _MOST_AT_ONCE) or 1) as threads:
             seen = threads.map(lambda member: self._ask(member, sample), newest.values())
@@ -125,6 +122,10 @@ class Observer:
 # -- the group, only read --------------------------------------------------------------------------------
 
 
+class _NoGroupError(RendezvousError):
+    """The store answers, and no group has met at it."""
+
+
 class ObservedGroup(Group):
     """A group seen from outside. What a worker would write into the store is left out."""
 
@@ -133,9 +134,10 @@ class ObservedGroup(Group):
         super().__init__(store, None, timeout)
 
     def _agree(self) -> str:
-        name, size = self._get("group"), self._get("size")
+        until = self._until(None)
+        name, size = self._get("group", until), self._get("size", until)
         if name is None or size is None:
-            raise RendezvousError("no group has met there yet; was init_rpc() called with this address?")
+            raise _NoGroupError("no group has met there yet; was init_rpc() called with this address?")
         first = size.split()[0]
         self.world_size = int(first) if first.isdigit() else None
         return name.decode()
@@ -155,12 +157,12 @@ class ObservedGroup(Group):
     def leave(self, member: Member, *, tell: bool) -> None:
         super().leave(member, tell=False)
 
-    def members(self) -> list[Member]:
-        found = super().members()
+    def members(self, timeout: float | None = None) -> list[Member]:
+        found = super().members(timeout)
         self._members = {key: member for member in found for key in (member.name, member.id)}
         return found
 
-    def find(self, to: str | int) -> Member | None:
+    def find(self, to: str | int, timeout: float | None = None) -> Member | None:
         """From the last look: a call must not wait for a store that hangs."""
         return self._members.get(to)
 
@@ -169,13 +171,13 @@ def _find_group(address: str, timeout: float) -> ObservedGroup:
     store = _open_existing(address, timeout)
     try:
         return ObservedGroup(store, timeout)
-    except RendezvousError:
+    except _NoGroupError:
         # Under torchrun, whose agent serves the store, each restart has a part of it (see open_store).
         found = None
         for restart in range(1000):
             try:
                 found = ObservedGroup(PrefixStore(f"telegrad/{restart}", store), timeout)
-            except RendezvousError:
+            except _NoGroupError:
                 break
         if found is None:
             raise
@@ -202,34 +204,7 @@ def _open_existing(address: str, timeout: float) -> Any:
         raise AddressError(
             f"{given!r} is not an address; write HOST:PORT, tcp://HOST:PORT, file:///PATH or env://"
         )
-    return connect_store(host, port, timeout)
-
-
-def within(seconds: float, function: Callable[[], Result]) -> Result:
-    """The function's result. A store's client waits for ever for one that hangs; this does not.
-
-    Raises:
-        RendezvousError: the time is over.
-        What the function raises.
-    """
-    results: queue.SimpleQueue[tuple[Result | None, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put((function(), None))
-        except BaseException as error:
-            results.put((None, error))
-
-    threading.Thread(target=run, name="telegrad-store", daemon=True).start()
-    try:
-        result, error = results.get(timeout=seconds + 1.0)
-    except queue.Empty:
-        raise RendezvousError(
-            f"the store does not answer within {seconds:g} s; is its process stopped?"
-        ) from None
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
+    return connect_store(host, port, timeout, wait=False)
 
 
 # -- on the worker that is looked at ---------------------------------------------------------------------

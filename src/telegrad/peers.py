@@ -97,11 +97,13 @@ class Peers:
 
     # -- finding others --------------------------------------------------------------------------------
 
-    def find(self, to: str | int | WorkerInfo) -> Peer:
-        """The peer of that name, id or WorkerInfo.
+    def find(self, to: str | int | WorkerInfo, timeout: float | None = None) -> Peer:
+        """The peer of that name, id or WorkerInfo. The store is asked for one that is not known yet; it has `timeout`
+        seconds (None: those of the start-up).
 
         Raises:
             UnknownWorkerError: there is none in the group.
+            RendezvousError: the store does not answer in time.
         """
         peer = self._known.get(to) if isinstance(to, str | int) else None
         if peer is not None:
@@ -109,10 +111,10 @@ class Peers:
         if not isinstance(to, str | int):  # a WorkerInfo, ours or torch's
             if not hasattr(to, "id"):
                 raise UnknownWorkerError(f"a worker's name, id or WorkerInfo was expected, not {to!r}")
-            return self.find(int(to.id))
-        member = self._group.find(to)
+            return self.find(int(to.id), timeout)
+        member = self._group.find(to, timeout)
         if member is None:
-            known = sorted(m.name for m in self._group.members())
+            known = sorted(m.name for m in self._group.members(timeout))
             raise UnknownWorkerError(
                 f"worker {to!r} is not in this group (known: {known}); check the name given to init_rpc()"
             )
@@ -144,19 +146,20 @@ class Peers:
 
         Raises:
             UnknownWorkerError: there is none of that name.
+            RendezvousError: the store does not answer in time.
             PeerLostError: it cannot be reached any more.
             VersionError: it speaks another wire version.
         """
         peer = self._known.get(to) if isinstance(to, str | int) else None
         if peer is None:
-            peer = self.find(to)
+            peer = self.find(to, timeout)
         if peer.connection is not None:
             return peer, peer.connection
         try:
             return peer, self.connect(peer, timeout)
         except PeerLostError:
             # The name may belong to a new incarnation by now.
-            again = self.find(to)
+            again = self.find(to, timeout)
             if again.member.id == peer.member.id:
                 raise
             return again, self.connect(again, timeout)
