@@ -192,7 +192,7 @@ class Group:
         try:
             self.name = self._agree()
         except BaseException:
-            self._client.close()
+            self.let_go()
             raise
 
     def _agree(self) -> str:
@@ -289,10 +289,9 @@ class Group:
             self._set(f"failed/{rank}", reason, self._until(_LEAVING))
 
     def leave(self, member: Member, *, tell: bool) -> None:
-        """Frees the name, if the others are to be told, and lets go of the store: one that this process serves
-        ends with that. Takes a second at most, and never uses the store again.
+        """Frees the name, if the others are to be told, and lets go of the store. Takes a second at most.
 
-        The store may be gone by now; then there is nobody left to tell.
+        The store may be gone by now; then there is no worker left to tell.
         """
         until = self._until(_LEAVING)
         try:
@@ -304,7 +303,11 @@ class Group:
         except RendezvousError as error:
             logger.debug("worker %r left its group without a word: %s", member.name, error)
         finally:
-            self._client.close()
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Never uses the store again: one that this process serves ends with that. Any number of times."""
+        self._client.close()
 
     # -- looking ---------------------------------------------------------------------------------------
 

@@ -38,10 +38,21 @@ class Deadline:
 class _Request:
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
-        self.done = threading.Event()
+        self.done = False
+        # Not an Event: an interrupt in the middle of its code would leave the lock inside of it taken, and the
+        # client's thread would wait for that when it sets the event.
+        self._answered = threading.Lock()
+        self._answered.acquire()
         self.abandoned = False  # its caller has given up
         self.result: Any = None
         self.error: BaseException | None = None
+
+    def wait(self, until: Deadline) -> None:
+        interruptible(self._answered.acquire, True, min(until.left(), threading.TIMEOUT_MAX))
+
+    def set_done(self) -> None:
+        self.done = True
+        self._answered.release()
 
 
 class StoreClient:
@@ -70,9 +81,9 @@ class StoreClient:
         with critical():
             self._submit(request)
             try:
-                interruptible(request.done.wait, until.left())
+                request.wait(until)
             finally:
-                request.abandoned = not request.done.is_set()
+                request.abandoned = not request.done
         if request.abandoned:
             raise RendezvousError(
                 f"the group's store does not answer within {until.seconds:.1f} s; is its process stopped, or its host "
@@ -115,14 +126,14 @@ class StoreClient:
             request.error = RendezvousError(
                 "the worker has left its group before the group's store was asked"
             )
-            request.done.set()
+            request.set_done()
 
     # -- the thread ------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while (request := self._next()) is not None:
             self._carry_out(request)
-            request.done.set()  # when no frame here refers to the store: its owner may let go of it now
+            request.set_done()  # when no frame here refers to the store: its owner may let go of it now
             del request
 
     def _next(self) -> _Request | None:

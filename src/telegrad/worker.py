@@ -39,6 +39,7 @@ from .futures import Future
 from .gradients.attach import Attach
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
+from .interrupts import critical, install, interruptible, run_all, uninstall
 from .mail import Mail
 from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Hello, Kind, Member, WorkerInfo
 from .peers import Peers
@@ -151,25 +152,33 @@ class Worker:
             AddressError: it cannot listen.
         """
         options = options or Options()
-        id = group.new_id(rank)
-        main = main_script() if hub is None else f"process {os.getpid()}"
-        hello = Hello(group.name, id, name, os.getpid(), main)
-        host = this_host()
-        worker = cls(Member(id, name, (), host, rank), group, options, hello, hub)
+        worker: Worker | None = None
         try:
-            worker._claim_name()
-            worker._listen()
-            group.publish(worker.member)
-            if group.world_size is not None:
-                group.wait_for_all()
+            install(group)
+            with critical():
+                id = group.new_id(rank)
+                main = main_script() if hub is None else f"process {os.getpid()}"
+                hello = Hello(group.name, id, name, os.getpid(), main)
+                worker = cls(Member(id, name, (), this_host(), rank), group, options, hello, hub)
+                worker._join()
+                return worker  # from in here: an interrupt that was deferred raises at the end of the section
         except BaseException:
-            worker.close(graceful=False)
+            if worker is None:
+                run_all([group.let_go, partial(uninstall, group)])
+            else:
+                worker.close(graceful=False)
             raise
-        return worker
+
+    def _join(self) -> None:
+        self._claim_name()
+        self._listen()
+        self.group.publish(self.member)
+        if self.group.world_size is not None:
+            self.group.wait_for_all()
 
     def _claim_name(self) -> None:
         try:
-            self.group.claim(self.name, self.id, self._peers.is_alive)
+            self.group.claim(self.name, self.id, partial(interruptible, self._peers.is_alive))
         except NameTakenError as error:
             self.group.fail(self.member.rank, str(error))
             raise
@@ -445,16 +454,22 @@ class Worker:
         Raises:
             RendezvousError: some worker did not come to a graceful end in time. This one is closed all the same.
         """
-        if not self._closing.acquire(blocking=False):
-            return
-        try:
-            if graceful and os.getpid() == self._pid:
-                self.retire(timeout)
-        finally:
-            self._closed_because = "has shut down"
-            self._tear_down()
-            # Where all end together there is nobody left to tell, and rank 0 may have taken the store with it.
-            self.group.leave(self.member, tell=not self._ended_together)
+        with critical():
+            if not self._closing.acquire(blocking=False):
+                return
+            steps: list[Callable[[], Any]] = [self.group.let_go, partial(uninstall, self.group)]
+            # A fork lets go of its copies only: the worker is the parent's, and so is its name.
+            is_fork = os.getpid() != self._pid
+            try:
+                if graceful and not is_fork:
+                    self.retire(timeout)
+            finally:
+                self._closed_because = "has shut down"
+                if not is_fork:
+                    # Where all end together there is none left to tell, and rank 0 may have taken the store with it.
+                    leave = partial(self.group.leave, self.member, tell=not self._ended_together)
+                    steps = [self._tear_down, leave, *steps]
+                run_all(steps)
 
     def retire(self, timeout: float | None = None) -> None:
         """The first half of a graceful close(): waits for the work in flight, here and everywhere. Then nobody needs

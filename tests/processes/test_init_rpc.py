@@ -381,3 +381,38 @@ def test_a_group_has_one_size(tmp_path):
         Group(store, 3, 1.0)
     with pytest.raises(errors.RendezvousError, match="mixes statically and dynamically initialized members"):
         Group(store, None, 1.0)
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+def test_a_fork_that_shuts_down_leaves_its_parents_place_alone(tmp_path, graceful):
+    rpc.init_rpc("parent", init_method=f"file://{tmp_path}/s")
+    try:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                rpc.shutdown(graceful=graceful)
+                status = 0 if current.default_worker() is None else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        late = join("late", f"file://{tmp_path}/s")
+        assert late.call("parent", os.getpid) == os.getpid()
+        late.close()
+    finally:
+        rpc.shutdown()
+
+
+def test_a_fork_that_shuts_down_leaves_the_store_that_its_parent_serves_alone(address):
+    parent = join("parent", address)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            parent.close()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    late = join("late", address)
+    assert late.call("parent", os.getpid) == os.getpid()
+    late.close()
+    parent.close()
