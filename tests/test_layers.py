@@ -69,6 +69,7 @@ LAYERS = """
     handles by_value tensors modes
     transport.base operators
     profiled_calls
+    routes
     messages events waiter
     interrupts
     current config

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -51,7 +51,8 @@ class LocalCluster:
 
     Args:
         names: the workers' names.
-        transport: "unix" (the default) or "tcp" for processes; "inproc" for workers in this process.
+        transport: "unix" (the default) or "tcp" for processes; "inproc" for workers in this process. Only with "tcp",
+            or where `options` ask for it, do workers open TCP ports.
         driver: the name of the caller's own worker.
         options: telegrad's options, for all of them.
         server: a ForkServer to use; one of its own is started otherwise, which takes as long as importing torch.
@@ -83,7 +84,7 @@ class LocalCluster:
         self._driver = driver
         options = options or Options()
         if transport == "tcp":
-            options = Options(**{**asdict(options), "transports": ("tcp",)})
+            options = replace(options, transports=("tcp",))
         self._options = options
         self._given_server = server
         self._start_timeout = start_timeout

@@ -2,9 +2,9 @@
 
     Observer.look  ->  members in the store  ->  a call of `report` on each  ->  what each does
 
-An observer is a worker for itself: it connects and calls as any other does. But it only reads the store, and its id
-is negative, of its own choice. So it takes nobody's place, name or rank, no member can call it, nobody counts it or
-waits for it, and its going is no loss to anyone.
+An observer is a worker for itself: it connects and calls as any other does. But it only reads the store, listens
+nowhere, refuses calls, and its id is negative, of its own choice. So it takes no member's place, name or rank, no
+member can call it, counts it or waits for it, and its going is no loss to the group.
 """
 
 from __future__ import annotations
@@ -77,16 +77,22 @@ class Look:
 class Observer:
     """Looks at the group that meets at an address: HOST:PORT, tcp://HOST:PORT, file:///PATH or env://.
 
+    Members are reached over `transport`: "unix", those of this host and user; or "tcp", those that were told to listen
+    there. INSECURE, as all TCP is: a program that pretends to be a member can run code as this user.
+
     Raises:
         AddressError: the address makes no sense.
         RendezvousError: nobody serves a store there, or no group has met at it.
     """
 
-    def __init__(self, address: str, *, timeout: float = 5.0) -> None:
+    def __init__(self, address: str, *, timeout: float = 5.0, transport: str = "unix") -> None:
         self._timeout = timeout
         self._group = _find_group(address, timeout)
-        options = Options(connect_timeout=timeout, rpc_timeout=timeout, init_timeout=timeout, spin=0)
-        self._worker = Worker.start("observer", self._group, options)
+        options = Options(
+            connect_timeout=timeout, rpc_timeout=timeout, init_timeout=timeout, spin=0,
+            transports=(transport,), insecure_listen_beyond_loopback=transport == "tcp",
+        )  # fmt: skip
+        self._worker = Worker.start("observer", self._group, options, listen=False)
 
     def look(self, *, sample: float = 0.0) -> Look:
         """Asks every member for a report. For `sample` seconds from now they time the calls that they serve; the

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from .config import Options
-from .errors import ConnectError, PeerLostError, UnknownWorkerError, VersionError
+from .errors import ConnectError, NoRouteError, PeerLostError, UnknownWorkerError, VersionError
 from .events import logger
 from .messages import PROBE_ID, Hello, Member, WorkerInfo
 from .pending import Window
 from .rendezvous import Group
+from .routes import addresses_to_dial, why_none
 from .transport.base import Connection, Listener, Transport
 
 
@@ -199,27 +200,23 @@ class Peers:
     def _connect(self, member: Member, hello: Hello, timeout: float) -> Connection:
         to_it = msgspec.structs.replace(hello, to=member.id)
         errors: list[str] = []
-        for address in member.addresses:
-            scheme = address.partition(":")[0]
-            transport = self._transports.get(scheme)
-            if transport is None or (scheme == "unix" and member.host != self._host):
-                continue
+        for address in addresses_to_dial(member, self._host, self._transports):
             try:
-                return transport.connect(address, to_it, timeout)
-            except VersionError:
+                return self._transports[address.partition(":")[0]].connect(address, to_it, timeout)
+            except (VersionError, NoRouteError):
                 raise
             except ConnectError as error:
                 errors.append(str(error))
-        raise ConnectError(
-            "; ".join(errors) or f"no transport in common (it listens at {list(member.addresses)})"
-        )
+        if not errors:
+            raise NoRouteError(why_none(member, self._host, self._transports))
+        raise ConnectError("; ".join(errors))
 
     def is_alive(self, member: Member) -> bool:
-        """Whether a worker answers at its addresses."""
+        """Whether a worker answers at its addresses. One that cannot be asked is taken to live."""
         probe = Hello(self._hello.group, PROBE_ID, self._hello.name)
         try:
             self._connect(member, probe, self._options.connect_timeout).dispose()
-        except VersionError:
+        except (VersionError, NoRouteError):
             return True
         except ConnectError:
             return False

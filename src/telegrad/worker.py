@@ -88,6 +88,8 @@ class Worker:
         self._pid = os.getpid()
         self._closed_because = ""
         self._ended_together = False  # all of the group have come to their end
+        self._in_process = hub is not None
+        self._on_call: Callable[..., None] = self._refuse_call  # until it listens
         self._closing = threading.Lock()  # taken once and for all by close()
         self._ids = itertools.count((member.id << COUNTER_BITS) + 1)
         self._poller = Poller()
@@ -143,8 +145,10 @@ class Worker:
         *,
         rank: int = -1,
         hub: Hub | None = None,
+        listen: bool = True,
     ) -> Worker:
-        """Joins a group: takes a name and an id, listens, and tells the others.
+        """Joins a group: takes a name and an id, listens, and tells the others. One that does not `listen` cannot be
+        connected to, and refuses calls.
 
         Raises:
             NameTakenError: a live worker has the name.
@@ -160,7 +164,7 @@ class Worker:
                 main = main_script() if hub is None else f"process {os.getpid()}"
                 hello = Hello(group.name, id, name, os.getpid(), main)
                 worker = cls(Member(id, name, (), this_host(), rank), group, options, hello, hub)
-                worker._join()
+                worker._join(listen)
                 return worker  # from in here: an interrupt that was deferred raises at the end of the section
         except BaseException:
             if worker is None:
@@ -169,9 +173,11 @@ class Worker:
                 worker.close(graceful=False)
             raise
 
-    def _join(self) -> None:
+    def _join(self, listen: bool) -> None:
         self._claim_name()
-        self._listen()
+        if listen:
+            self._listen()
+        self._start_reading()
         self.group.publish(self.member)
         if self.group.world_size is not None:
             self.group.wait_for_all()
@@ -184,12 +190,18 @@ class Worker:
             raise
 
     def _listen(self) -> None:
+        self._on_call = self._dispatch.on_call
         addresses = self._peers.listen()
         self.member = Member(self.id, self.name, addresses, self.member.host, self.member.rank)
+
+    def _start_reading(self) -> None:
         for end in self._self_ends:
             self._reader.adopt(end)
-        if self.member.addresses and not self.member.addresses[0].startswith("inproc"):
+        if not self._in_process:
             self._threads.start()
+
+    def _refuse_call(self, connection: Connection, *_: object) -> None:
+        self.on_lost(connection, f"worker {self.name!r} only looks at the group, and takes no calls")
 
     def _on_thread_start(self) -> None:
         current.worker_var.set(self)
@@ -254,7 +266,7 @@ class Worker:
             self.recorder.on_receive()
             self._emit("receive", "started", envelope, connection, sum(map(len, frames.buffers)))
         if envelope.kind == Kind.CALL:
-            self._dispatch.on_call(connection, envelope, frames, deadline)
+            self._on_call(connection, envelope, frames, deadline)
         elif not message.is_answer:
             if task is not None:
                 task()
@@ -284,6 +296,8 @@ class Worker:
 
     def _on_control(self, peer: int, envelope: Envelope, frames: Frames) -> Callable[[], None] | None:
         """A message between workers, and not between their users. While reading."""
+        if self.id < 0:
+            return None  # an observer has no part in contexts and references
         if envelope.kind >= Kind.HOLD:
             return self.references.on_message(peer, self._codec.open_control(envelope, frames))
         return self.engine.on_message(peer, envelope, frames)

@@ -207,15 +207,24 @@ os.kill(os.getpid(), 9)
         a.close()
 
 
-def test_peers_on_one_host_take_the_unix_socket_and_else_tcp(address):
+def test_peers_on_one_host_take_the_unix_socket(address):
+    both = telegrad.Options(transports=("unix", "tcp"))
     a = join("a", address)
-    b = join("b", address)
+    b = join("b", address, options=both)
     c = join("c", address, options=telegrad.Options(transports=("tcp",)))
     try:
-        for peer, transport in (("b", "unix"), ("c", "tcp")):
-            a.call(peer, abs, (1,))
-            (used,) = [s.transport for n, s in a.statistics().connections.items() if n.startswith(peer)]
-            assert used == transport
+        a.call("b", abs, (1,))
+        c.call("b", abs, (1,))
+        used = {n.partition("#")[0]: s.transport for n, s in b.statistics().connections.items()}
+        assert used == {"a": "unix", "c": "tcp"}
+        with pytest.raises(
+            errors.PeerLostError, match=r"'c' is on this host and has no unix socket .*set Options"
+        ):
+            a.call("c", abs, (1,))
+        with pytest.raises(
+            errors.PeerLostError, match=r"this worker has TCP only, and worker 'a' .*set Options"
+        ):
+            c.call("a", abs, (1,))
     finally:
         for worker in (c, b, a):
             worker.close()

@@ -27,7 +27,9 @@ _SAMPLED = 0.1  # of each interval: for so long workers time the calls that they
 _TICK = 0.2  # seconds between two looks at the keyboard, and at the terminal's size
 
 
-def watch(address: str, *, interval: float, once: bool, as_json: bool, timeout: float) -> int:
+def watch(
+    address: str, *, interval: float, once: bool, as_json: bool, timeout: float, transport: str = "unix"
+) -> int:
     """Shows the group until it ends or the user has seen enough; the exit code.
 
     Raises:
@@ -35,7 +37,7 @@ def watch(address: str, *, interval: float, once: bool, as_json: bool, timeout: 
     """
     target = console()
     try:
-        with Observer(address, timeout=timeout) as observer:
+        with Observer(address, timeout=timeout, transport=transport) as observer:
             first = _first_look(observer, interval)
             if as_json or once or not target.is_terminal:
                 return _print_once(target, observer, first, address, interval, as_json=as_json)
