@@ -73,7 +73,7 @@ LAYERS = """
     messages events waiter
     interrupts
     current config
-    errors
+    errors text
 """
 
 # (importer, imported): never, whatever the layers say. A package stands for everything in it.

@@ -32,6 +32,7 @@ from .forkserver import ForkServer, Job
 from .futures import Future
 from .interrupts import critical, install, run_all, uninstall
 from .rendezvous import Group, poll_until, serve_store
+from .text import check_name
 from .transport.inproc import Hub
 from .worker import Worker
 
@@ -74,11 +75,11 @@ class LocalCluster:
         if transport not in ("unix", "tcp", "inproc"):
             raise ValueError(f"transport is {transport!r}; choose 'unix', 'tcp' or 'inproc'")
         everybody = [driver, *names]
+        for name in everybody:
+            check_name(name)
         repeated = sorted({name for name in everybody if everybody.count(name) > 1})
-        if repeated or not all(everybody):
-            raise ValueError(
-                f"names must be unique and not empty; repeated: {repeated} (the caller's is {driver!r})"
-            )
+        if repeated:
+            raise ValueError(f"names must be unique; repeated: {repeated} (the caller's is {driver!r})")
         self.names = tuple(names)
         self._transport = transport
         self._driver = driver
@@ -86,7 +87,7 @@ class LocalCluster:
         if transport == "tcp":
             options = replace(options, transports=("tcp",))
         self._options = options
-        self._given_server = server
+        self._given_server = self._server = server
         self._start_timeout = start_timeout
         self._undo: list[Callable[[], Any]] = []  # how to end what was started, the newest first
         self._pids: dict[str, int] = {}
@@ -179,9 +180,8 @@ class LocalCluster:
 
     def _start_processes(self) -> None:
         deadline = time.monotonic() + self._start_timeout
-        server = self._given_server
-        if server is None:
-            server = ForkServer()
+        self._server = server = self._given_server or ForkServer()
+        if server is not self._given_server:
             self._at_end(server.close)
         store = serve_store("127.0.0.1", 0, self._start_timeout)
         self._address = f"127.0.0.1:{store.port}"

@@ -73,6 +73,7 @@ class ForkServer:
     """The owner's side. Can serve several clusters, one after the other or at once."""
 
     def __init__(self) -> None:
+        self._pid = os.getpid()  # a fork of this process has a copy of the socket, which it must not use
         self._lock = threading.Lock()  # guards the four below, and the writing
         self._numbers = itertools.count(1)
         self._spawned: dict[int, list[int]] = {}  # answers that are waited for, by the number of the request
@@ -112,6 +113,10 @@ class ForkServer:
         Raises:
             ClusterError: the server did not start, or has ended.
         """
+        if os.getpid() != self._pid:
+            raise ClusterError(
+                f"the ForkServer belongs to process {self._pid}, of which this one is a fork; start another one here"
+            )
         number = next(self._numbers)
         with critical():
             try:
@@ -140,7 +145,10 @@ class ForkServer:
             self._send(Stop(pids, 0.0))
 
     def stop(self, pids: list[int], grace: float) -> None:
-        """Ends children: asks them with SIGTERM, kills them after `grace` seconds, and waits for their end."""
+        """Ends children: asks them with SIGTERM, kills them after `grace` seconds, and waits for their end. In a fork
+        of the owner it does nothing: they are the owner's."""
+        if os.getpid() != self._pid:
+            return
         with critical():
             try:
                 self._send(Stop(pids, grace))
@@ -177,7 +185,10 @@ class ForkServer:
         self._gone = True
 
     def close(self) -> None:
-        """Ends the server and all of its children. Any number of times."""
+        """Ends the server and all of its children. Any number of times. A fork of the owner closes its copy only."""
+        if os.getpid() != self._pid:
+            self._socket.close()
+            return
         install(self)
         try:
             run_all([self._hang_up, self._reader.join, self._socket.close])

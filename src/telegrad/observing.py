@@ -273,3 +273,7 @@ class Sampler:
 
 
 _samplers: WeakKeyDictionary[Worker, Sampler] = WeakKeyDictionary()
+
+os.register_at_fork(
+    after_in_child=_samplers.clear
+)  # their locks may be held by threads that are not in the fork

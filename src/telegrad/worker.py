@@ -49,6 +49,7 @@ from .recording import Recorder
 from .references import Entry, Held, References
 from .rendezvous import Group, this_host
 from .shutdown import Retirement
+from .text import check_name
 from .threads import Threads
 from .transport.base import Connection, ConnectionStatistics, Frames, Transport
 from .transport.inproc import Hub, InprocTransport, loopback
@@ -151,6 +152,7 @@ class Worker:
         connected to, and refuses calls.
 
         Raises:
+            ValueError: the name is empty, too long, or cannot be printed.
             NameTakenError: a live worker has the name.
             RendezvousError: the store does not answer.
             AddressError: it cannot listen.
@@ -158,6 +160,7 @@ class Worker:
         options = options or Options()
         worker: Worker | None = None
         try:
+            check_name(name)
             install(group)
             with critical():
                 id = group.new_id(rank)

@@ -425,3 +425,18 @@ def test_a_fork_that_shuts_down_leaves_the_store_that_its_parent_serves_alone(ad
     assert late.call("parent", os.getpid) == os.getpid()
     late.close()
     parent.close()
+
+
+def test_a_fork_can_start_while_another_thread_starts_in_its_parent(tmp_path):
+    with rpc._starting:  # as a thread in init_rpc() holds it
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            status = 1
+            try:
+                rpc.init_rpc("child", init_method=f"file://{tmp_path}/s")
+                rpc.shutdown()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -20,6 +20,7 @@ from rich.live import Live
 
 from ..errors import AddressError, RendezvousError, TelegradError
 from ..observing import Look, Observer
+from ..text import clean
 from .output import Code, Stopped, console, show
 from .views import ANSWERS, Row, View, rows, summary, table
 
@@ -72,12 +73,12 @@ def _print_once(
         print(json.dumps(told, indent=2))
     else:
         for line in summary(found, look.world_size):
-            target.print(line)
+            target.print(line, markup=False)
         width = target.width if target.is_terminal else 10_000
         show(target, table(found, width))
         for row in found:
             if row.problem:
-                target.print(f"{row.name}: {row.problem}", markup=False, soft_wrap=True)
+                target.print(clean(f"{row.name}: {row.problem}"), markup=False, soft_wrap=True)
     return Code.FINE if all(row.state == ANSWERS for row in found) else Code.WRONG
 
 
@@ -102,7 +103,8 @@ def _keep_showing(target: Console, observer: Observer, look: Look, address: str,
             if not any(row.state == ANSWERS for row in view.rows) and all(s.lost for s in look.workers):
                 ended = "its workers are gone"
             live.refresh()
-    target.print(f"the group at {address} has ended ({ended}); last seen:", markup=False, soft_wrap=True)
+    told = clean(f"the group at {address} has ended ({ended}); last seen:")
+    target.print(told, markup=False, soft_wrap=True)
     show(target, table(_last(rows(before, None), view.rows), target.width))
     return Code.FINE
 
