@@ -157,6 +157,9 @@ class ObservedGroup(Group):
     def publish(self, member: Member) -> None:
         pass
 
+    def fail(self, rank: int, reason: str) -> None:
+        pass
+
     def wait_for_all(self) -> list[Member]:
         return []
 

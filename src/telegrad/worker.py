@@ -28,11 +28,12 @@ from .config import Options
 from .dispatch import Dispatch
 from .duty import Roster
 from .errors import (
-    NameTakenError,
     NotStartedError,
     PeerLostError,
+    RendezvousError,
     TelegradError,
     UnknownWorkerError,
+    text_of,
 )
 from .events import Event, Events, logger
 from .futures import Future
@@ -177,20 +178,24 @@ class Worker:
             raise
 
     def _join(self, listen: bool) -> None:
-        self._claim_name()
-        if listen:
-            self._listen()
-        self._start_reading()
-        self.group.publish(self.member)
+        try:
+            self.group.claim(self.name, self.id, partial(interruptible, self._peers.is_alive))
+            if listen:
+                self._listen()
+            self._start_reading()
+            self.group.publish(self.member)
+        except BaseException as error:
+            self._tell_failure(error)
+            raise
         if self.group.world_size is not None:
             self.group.wait_for_all()
 
-    def _claim_name(self) -> None:
-        try:
-            self.group.claim(self.name, self.id, partial(interruptible, self._peers.is_alive))
-        except NameTakenError as error:
-            self.group.fail(self.member.rank, str(error))
-            raise
+    def _tell_failure(self, error: BaseException) -> None:
+        """Those who wait for this rank need not wait any longer."""
+        with contextlib.suppress(RendezvousError):  # the store may be what failed
+            self.group.fail(
+                self.member.rank, f"worker {self.name!r}: {type(error).__name__}: {text_of(error)}"
+            )
 
     def _listen(self) -> None:
         self._on_call = self._dispatch.on_call

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.rpc as torch_rpc
+from torch.distributed import HashStore
 
 import telegrad
 from telegrad import current, errors, rpc
@@ -440,3 +441,14 @@ def test_a_fork_can_start_while_another_thread_starts_in_its_parent(tmp_path):
             finally:
                 os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_group_hears_why_a_rank_could_not_join():
+    store = HashStore()
+    group = Group(store, 2, PATIENCE)
+    with pytest.raises(errors.AddressError, match="stands for every address"):
+        Worker.start("broken", Group(store, 2, PATIENCE), telegrad.Options(tcp_host="0.0.0.0"), rank=1)
+    with pytest.raises(
+        errors.RendezvousError, match=r"rank 1 could not join .*'broken': AddressError: .*0\.0\.0\.0"
+    ):
+        Worker.start("waits", group, rank=0)
