@@ -103,7 +103,7 @@ class ForkServer:
                 start_new_session=True,  # Ctrl-C is for the owner, who ends the children in order
                 env={**os.environ, "PYTHONPATH": path},
             )
-        self._reader = threading.Thread(target=self._read, name="telegrad-forkserver", daemon=True)
+        self._reader = threading.Thread(target=self._run_reader, name="telegrad-forkserver", daemon=True)
         self._reader.start()
 
     def spawn(self, jobs: list[Job], timeout: float) -> list[int]:
@@ -166,6 +166,12 @@ class ForkServer:
                 _send(self._socket, message)
         except OSError as error:
             raise ClusterError(f"the process that forks workers has ended: {error}") from error
+
+    def _run_reader(self) -> None:
+        with (
+            critical()
+        ):  # so a finaliser that the collector runs here does not ask the server, and wait for itself
+            self._read()
 
     def _read(self) -> None:
         while (message := _receive(self._socket, Spawned | Ended)) is not None:

@@ -64,9 +64,7 @@ class StoreClient:
 
     def _renew(self) -> None:
         self._lock = threading.Lock()  # guards all below, the store and `_closed`
-        self._wanted = threading.Condition(
-            self._lock
-        )  # of the thread: a request came, or the client was closed
+        self._wanted = threading.Condition(self._lock)  # wakes the thread: a request came, or close() did
         self._requests: deque[_Request] = deque()
         self._thread: threading.Thread | None = None
 
@@ -100,16 +98,16 @@ class StoreClient:
         with self._lock:
             if self._closed:
                 raise RendezvousError("the worker has left its group, and uses the group's store no more")
-            if self._thread is None:
-                thread = threading.Thread(target=self._work, name="telegrad-store", daemon=True)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._work, name="telegrad-store", daemon=True)
                 try:
-                    thread.start()
+                    self._thread.start()
                 except RuntimeError as error:
+                    self._thread = None
                     raise RendezvousError(
                         f"no thread could be started for the group's store: {error}; see ulimit -u, or the "
                         "container's limit of processes"
                     ) from error
-                self._thread = thread
             self._requests.append(request)
             self._wanted.notify()
 
@@ -131,10 +129,13 @@ class StoreClient:
     # -- the thread ------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while (request := self._next()) is not None:
-            self._carry_out(request)
-            request.set_done()  # when no frame here refers to the store: its owner may let go of it now
-            del request
+        with (
+            critical()
+        ):  # so a finaliser that the collector runs here does not ask the store, and wait for itself
+            while (request := self._next()) is not None:
+                self._carry_out(request)
+                request.set_done()  # when no frame here refers to the store: its owner may let go of it now
+                del request
 
     def _next(self) -> _Request | None:
         with self._lock:
