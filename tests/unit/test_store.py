@@ -228,3 +228,15 @@ def test_a_fork_of_a_client_is_closed_and_leaves_the_parents_alone(store):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert client.ask(lambda it: it.compare_set("key", "", "other"), Deadline(PATIENCE)) == b"value"
     client.close()
+
+
+def test_a_look_for_a_worker_that_has_left_waits_for_no_key(store):
+    """GatedStore has no get() and no wait(), which would block all others for as long as the key does not come."""
+    group = Group(store, None, 5.0)
+    member = Member(0, "w", (), "here")
+    group.claim("w", 0, lambda _: False)
+    group.publish(member)
+    assert group.find("w") == group.find(0) == member
+    other = Group(store, None, 5.0)
+    group.leave(member, tell=True)
+    assert other.find("w") is other.find(0) is None
