@@ -50,7 +50,7 @@ class GatedStore(Store):
     def add(self, key, amount):
         return self._pass().add(key, amount)
 
-    def delete_key(self, key):
+    def deleteKey(self, key):  # the name that torch calls
         return self._pass().delete_key(key)
 
     def check(self, keys):
