@@ -55,6 +55,7 @@ LAYERS = """
     threads
     futures
     pending rendezvous
+    store
     gradients.host gradients.attach gradients.local_pass gradients.planning gradients.snapshot
     gradients.contexts gradients.backward_pass
     gradients.local_graph gradients.leaves gradients.log gradients.awaited
@@ -70,10 +71,11 @@ LAYERS = """
     transport.lease
     transport.poller
     profiled_calls
+    routes
     messages events waiter
     interrupts
     current config untraced
-    errors
+    errors text
 """
 
 # (importer, imported): never, whatever the layers say. A package stands for everything in it.

@@ -25,6 +25,7 @@ from .errors import (
     FinaliserError,
     HandedOverError,
     PeerLostError,
+    RendezvousError,
     TransportError,
 )
 from .events import Span, logger
@@ -137,7 +138,9 @@ class Calls:
 
     def create(self, to: To, body: Call, timeout: float | None) -> Entry:
         """Inside of a critical section of the caller's: the entry that is returned counts as a handle."""
-        entry = self._worker.references.new(self._peers.find(to).member.id)
+        limit = effective_timeout(timeout, self._worker.options.rpc_timeout, None)
+        peer, _ = self._reach(to, limit)
+        entry = self._worker.references.new(peer.member.id)
         try:
             self._pending.watch(self._start_call(entry.owner, body, timeout, None, entry))
         except BaseException:
@@ -250,7 +253,7 @@ class Calls:
         began = time.monotonic()
         try:
             return self._peers.reach(to, timeout)
-        except PeerLostError as error:
+        except (PeerLostError, RendezvousError) as error:
             if timeout is None or time.monotonic() - began < timeout:
                 raise
             # Whether it lives is not known: there was no time to find out.

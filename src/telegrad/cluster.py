@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +30,9 @@ from .config import Options
 from .errors import ClusterError, PeerLostError, TelegradError
 from .forkserver import ForkServer, Job
 from .futures import Future
+from .interrupts import critical, install, run_all, uninstall
 from .rendezvous import Group, poll_until, serve_store
+from .text import check_name
 from .transport.inproc import Hub
 from .worker import Worker
 
@@ -49,7 +52,8 @@ class LocalCluster:
 
     Args:
         names: the workers' names.
-        transport: "unix" (the default) or "tcp" for processes; "inproc" for workers in this process.
+        transport: "unix" (the default) or "tcp" for processes; "inproc" for workers in this process. Only with "tcp",
+            or where `options` ask for it, do workers open TCP ports.
         driver: the name of the caller's own worker.
         options: telegrad's options, for all of them.
         server: a ForkServer to use; one of its own is started otherwise, which takes as long as importing torch.
@@ -71,21 +75,21 @@ class LocalCluster:
         if transport not in ("unix", "tcp", "inproc"):
             raise ValueError(f"transport is {transport!r}; choose 'unix', 'tcp' or 'inproc'")
         everybody = [driver, *names]
+        for name in everybody:
+            check_name(name)
         repeated = sorted({name for name in everybody if everybody.count(name) > 1})
-        if repeated or not all(everybody):
-            raise ValueError(
-                f"names must be unique and not empty; repeated: {repeated} (the caller's is {driver!r})"
-            )
+        if repeated:
+            raise ValueError(f"names must be unique; repeated: {repeated} (the caller's is {driver!r})")
         self.names = tuple(names)
         self._transport = transport
         self._driver = driver
         options = options or Options()
         if transport == "tcp":
-            options = Options(**{**asdict(options), "transports": ("tcp",)})
+            options = replace(options, transports=("tcp",))
         self._options = options
-        self._given_server = server
+        self._given_server = self._server = server
         self._start_timeout = start_timeout
-        self._undo = contextlib.ExitStack()
+        self._undo: list[Callable[[], Any]] = []  # how to end what was started, the newest first
         self._pids: dict[str, int] = {}
         self._address = ""
         self._worker: Worker | None = None
@@ -119,57 +123,71 @@ class LocalCluster:
     # -- starting and ending ---------------------------------------------------------------------------
 
     def __enter__(self) -> LocalCluster:
-        with contextlib.ExitStack() as undo:
-            if self._transport == "inproc":
-                self._start_in_process(undo)
-            else:
-                self._start_processes(undo)
-            self._make_current(undo)
-            self._undo = undo.pop_all()
-        return self
+        self._undo[:] = [self._forget, partial(uninstall, self)]
+        try:
+            install(self)
+            with critical():
+                if self._transport == "inproc":
+                    self._start_in_process()
+                else:
+                    self._start_processes()
+                self._make_current()
+                return self  # from in here: an interrupt that was deferred raises at the end of the section
+        except BaseException:
+            run_all(self._undo)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._undo.close()
+            run_all(self._undo)
         finally:
-            self._worker = None
-            self._in_process.clear()
-            self._pids.clear()
-            self._address = ""
+            run_all(self._undo)  # if an interrupt came before the other had begun
 
-    def _make_current(self, undo: contextlib.ExitStack) -> None:
+    def _at_end(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self._undo.insert(0, partial(step, *args, **kwargs))
+
+    def _forget(self) -> None:
+        self._worker = None
+        self._in_process.clear()
+        self._pids.clear()
+        self._address = ""
+
+    def _make_current(self) -> None:
         token = current.worker_var.set(self._worker)
-        if current.default_worker() is None:
-            current.set_default_worker(self._worker)
-            undo.callback(current.set_default_worker, None)
 
         def reset() -> None:
             try:
                 current.worker_var.reset(token)
-            except ValueError:  # left in another context than it was entered in, as notebooks and pytest do
+            except (ValueError, RuntimeError):
+                # Left in another context than it was entered in, as notebooks and pytest do; or reset already.
                 current.worker_var.set(None)
 
-        undo.callback(reset)
+        self._at_end(reset)
+        if current.default_worker() is None:
+            self._at_end(current.set_default_worker, None)
+            current.set_default_worker(self._worker)
 
-    def _start_in_process(self, undo: contextlib.ExitStack) -> None:
+    def _start_in_process(self) -> None:
         store = HashStore()
         hub = Hub()
         for name in (self._driver, *self.names):
             worker = Worker.start(name, Group(store, None, self._start_timeout), self._options, hub=hub)
-            undo.callback(worker.close, graceful=False)
+            self._at_end(worker.close, graceful=False)
             self._in_process.append(worker)
         self._worker = self._in_process[0]
 
-    def _start_processes(self, undo: contextlib.ExitStack) -> None:
+    def _start_processes(self) -> None:
         deadline = time.monotonic() + self._start_timeout
-        server = self._given_server or undo.enter_context(ForkServer())
+        self._server = server = self._given_server or ForkServer()
+        if server is not self._given_server:
+            self._at_end(server.close)
         store = serve_store("127.0.0.1", 0, self._start_timeout)
         self._address = f"127.0.0.1:{store.port}"
         group = Group(store, None, self._start_timeout)
         self._worker = Worker.start(self._driver, group, self._options)
-        undo.callback(self._worker.close, graceful=False)
+        self._at_end(self._worker.close, graceful=False)
         options = asdict(self._options)
         path = [os.path.abspath(p) if p else os.getcwd() for p in sys.path]
         jobs = []
@@ -178,7 +196,7 @@ class LocalCluster:
             jobs.append(Job(name, "telegrad.cluster:run_child", msgspec.msgpack.encode(seat)))
         pids = server.spawn(jobs, max(0.0, deadline - time.monotonic()))
         self._pids = dict(zip(self.names, pids, strict=True))
-        undo.callback(server.stop, pids, 2.0)
+        self._at_end(server.stop, pids, 2.0)
         self._wait_for_children(server, group, deadline)
 
     def _wait_for_children(self, server: ForkServer, group: Group, deadline: float) -> None:

@@ -26,14 +26,16 @@ class Options:
     connect_timeout: float = 10.0
     """How long connecting to a peer and the handshake may take."""
 
-    transports: tuple[str, ...] = ("unix", "tcp")
-    """What to listen on, best first. Peers take the first that both have and that reaches."""
-    tcp_host: str = "127.0.0.1"
-    """Where to listen for TCP: an address that others can connect to, so not 0.0.0.0. Anything but a loopback
-    address needs `insecure_listen_beyond_loopback`."""
+    transports: tuple[str, ...] = ("unix",)
+    """Which transports to listen on and to dial, best first: "unix" for peers of this host and user, "tcp" for others.
+    A peer on this host is never dialled over TCP by a worker that has "unix"."""
+    tcp_host: str | None = None
+    """Where to listen for TCP: an address that others can connect to, so not 0.0.0.0. Given, it adds "tcp" to
+    `transports`; else a worker with "tcp" listens on 127.0.0.1, where every user of this machine can connect.
+    Anything but a loopback address needs `insecure_listen_beyond_loopback`."""
     insecure_listen_beyond_loopback: bool = False
-    """Lets `tcp_host` be a public address. INSECURE: there is no authentication, and whoever reaches
-    the port can run code as this user."""
+    """Lets `tcp_host` be a public address, and lets this worker dial public addresses. INSECURE: there is no
+    authentication, and a program that reaches the port, or that a worker dials, can run code as this user."""
 
     max_message_bytes: int = 16 * GIB
     """A larger message is refused, by its sender and by its receiver."""
@@ -53,6 +55,8 @@ class Options:
         for name in ("rpc_timeout", "init_timeout", "shutdown_timeout", "connect_timeout", "spin"):
             if getattr(self, name) < 0:
                 raise ValueError(f"Options.{name} is {getattr(self, name)}; it must not be negative")
+        if self.tcp_host is not None and "tcp" not in self.transports:
+            object.__setattr__(self, "transports", (*self.transports, "tcp"))
         unknown = set(self.transports) - {"unix", "tcp"}
         if unknown or not self.transports:
             raise ValueError(f"Options.transports is {self.transports!r}; choose from 'unix' and 'tcp'")

@@ -26,6 +26,7 @@
     └── TransportError (ConnectionError)
         ├── AddressError         an address that cannot be listened on or understood
         ├── ConnectError         nobody answers at an address, or the peer refused us
+        │   └── NoRouteError     no transport that both workers were told to use leads there
         ├── ConnectionClosedError  the connection ended, politely or not
         └── ProtocolError        bytes that no telegrad worker would send
             └── VersionError     the peer speaks another wire version
@@ -175,6 +176,10 @@ class AddressError(TransportError):
 
 class ConnectError(TransportError):
     pass
+
+
+class NoRouteError(ConnectError):
+    """Two workers have no transport in common that leads from one to the other. The text says what to set on which."""
 
 
 class ConnectionClosedError(TransportError):

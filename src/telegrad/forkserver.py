@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import select
 import signal
@@ -27,6 +28,8 @@ from typing import Any
 import msgspec
 
 from .errors import ClusterError
+from .interrupts import critical, install, run_all, uninstall
+from .rendezvous import poll_until
 
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
@@ -48,10 +51,14 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
+    number: int
     jobs: list[Job]
 
 
 class Spawned(msgspec.Struct, frozen=True, tag=True):
+    """The answer to the request with that number."""
+
+    number: int
     pids: list[int]
 
 
@@ -66,8 +73,23 @@ class ForkServer:
     """The owner's side. Can serve several clusters, one after the other or at once."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._socket = ours
+        self._pid = os.getpid()  # a fork of this process has a copy of the socket, which it must not use
+        self._lock = threading.Lock()  # guards the four below, and the writing
+        self._numbers = itertools.count(1)
+        self._spawned: dict[int, list[int]] = {}  # answers that are waited for, by the number of the request
+        self._unwanted: set[int] = set()  # requests that were given up before their answer came
+        self._ended: dict[int, int] = {}
+        self._answered = False
+        self._gone = False
+        install(self)
+        try:
+            with critical():
+                self._start()
+        finally:
+            uninstall(self)
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
         code = (
             "import sys, telegrad.autograd, telegrad.cluster, telegrad.rpc\n"  # torch with them, which is the point
             "from telegrad.forkserver import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
@@ -81,43 +103,62 @@ class ForkServer:
                 start_new_session=True,  # Ctrl-C is for the owner, who ends the children in order
                 env={**os.environ, "PYTHONPATH": path},
             )
-        self._lock = threading.Lock()  # guards all below, and the writing
-        self._changed = threading.Condition(self._lock)
-        self._spawned: list[Spawned] = []
-        self._ended: dict[int, int] = {}
-        self._answered = False
-        self._gone = False
-        self._requesting = threading.Lock()  # one spawn at a time, so answers match
-        self._reader = threading.Thread(target=self._read, name="telegrad-forkserver", daemon=True)
+        self._reader = threading.Thread(target=self._run_reader, name="telegrad-forkserver", daemon=True)
         self._reader.start()
 
     def spawn(self, jobs: list[Job], timeout: float) -> list[int]:
-        """Forks one process per job; their process ids.
+        """Forks one process per job; their process ids. If the caller is interrupted or the time is over, the processes
+        are ended as soon as the server says which they are.
 
         Raises:
             ClusterError: the server did not start, or has ended.
         """
-        with self._requesting:
-            self._send(Spawn(jobs))
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._spawned or self._gone, timeout) or self._gone:
-                    state = "ended" if self._gone else f"did not answer within {timeout:.0f} s"
-                    raise ClusterError(f"the process that forks workers {state}; its output says why")
-                return self._spawned.pop().pids
+        if os.getpid() != self._pid:
+            raise ClusterError(
+                f"the ForkServer belongs to process {self._pid}, of which this one is a fork; start another one here"
+            )
+        number = next(self._numbers)
+        with critical():
+            try:
+                self._send(Spawn(number, jobs))
+                if not poll_until(lambda: number in self._spawned or self._gone, timeout):
+                    raise ClusterError(
+                        f"the process that forks workers did not answer within {timeout:.0f} s; its output says why"
+                    )
+                if self._gone:
+                    raise ClusterError("the process that forks workers ended; its output says why")
+            except BaseException:
+                self._give_up(number)
+                raise
+            return self._spawned.pop(number)
+
+    def _give_up(self, number: int) -> None:
+        with self._lock:
+            pids = self._spawned.pop(number, None)
+            if pids is None:
+                self._unwanted.add(number)
+        if pids is not None:
+            self._end(pids)
+
+    def _end(self, pids: list[int]) -> None:
+        with contextlib.suppress(ClusterError):  # the server is gone, and its children with it
+            self._send(Stop(pids, 0.0))
 
     def stop(self, pids: list[int], grace: float) -> None:
-        """Ends children: asks them with SIGTERM, kills them after `grace` seconds, and waits for their end."""
-        try:
-            self._send(Stop(pids, grace))
-        except ClusterError:
-            return  # the server is gone, and its children with it
-        with self._changed:
-            self._changed.wait_for(lambda: self._gone or all(p in self._ended for p in pids), grace + 10)
+        """Ends children: asks them with SIGTERM, kills them after `grace` seconds, and waits for their end. In a fork
+        of the owner it does nothing: they are the owner's."""
+        if os.getpid() != self._pid:
+            return
+        with critical():
+            try:
+                self._send(Stop(pids, grace))
+            except ClusterError:
+                return  # the server is gone, and its children with it
+            poll_until(lambda: self._gone or all(pid in self._ended for pid in pids), grace + 10)
 
     def status(self, pid: int) -> int | None:
         """How a child has ended; None while it runs."""
-        with self._lock:
-            return -signal.SIGKILL if self._gone and pid not in self._ended else self._ended.get(pid)
+        return self._ended.get(pid, -signal.SIGKILL if self._gone else None)
 
     def _send(self, message: Any) -> None:
         try:
@@ -126,24 +167,41 @@ class ForkServer:
         except OSError as error:
             raise ClusterError(f"the process that forks workers has ended: {error}") from error
 
+    def _run_reader(self) -> None:
+        with (
+            critical()
+        ):  # so a finaliser that the collector runs here does not ask the server, and wait for itself
+            self._read()
+
     def _read(self) -> None:
-        answers = Spawned | Ended
-        while (message := _receive(self._socket, answers)) is not None:
-            with self._changed:
-                if isinstance(message, Spawned):
-                    self._answered = True
-                    for pid in message.pids:
-                        self._ended.pop(pid, None)  # of an earlier child: the system uses numbers again
-                    self._spawned.append(message)
-                else:
-                    self._ended[message.pid] = message.status
-                self._changed.notify_all()
-        with self._changed:
-            self._gone = True
-            self._changed.notify_all()
+        while (message := _receive(self._socket, Spawned | Ended)) is not None:
+            if isinstance(message, Ended):
+                self._ended[message.pid] = message.status
+                continue
+            self._answered = True
+            with self._lock:
+                for pid in message.pids:
+                    self._ended.pop(pid, None)  # of an earlier child: the system uses numbers again
+                unwanted = message.number in self._unwanted
+                self._unwanted.discard(message.number)
+                if not unwanted:
+                    self._spawned[message.number] = message.pids
+            if unwanted:
+                self._end(message.pids)
+        self._gone = True
 
     def close(self) -> None:
-        """Ends the server and all of its children. Any number of times."""
+        """Ends the server and all of its children. Any number of times. A fork of the owner closes its copy only."""
+        if os.getpid() != self._pid:
+            self._socket.close()
+            return
+        install(self)
+        try:
+            run_all([self._hang_up, self._reader.join, self._socket.close])
+        finally:
+            uninstall(self)
+
+    def _hang_up(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         try:
@@ -152,8 +210,6 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self._process.kill()  # and the kernel kills its children
             self._process.wait()
-        self._reader.join()
-        self._socket.close()
 
     def __enter__(self) -> ForkServer:
         return self
@@ -198,7 +254,7 @@ def serve(fd: int, owner: int) -> None:
                 pids = [_fork(job, [sock, wake_read, wake_write, owner_fd]) for job in request.jobs]
                 children.update(dict.fromkeys(pids, float("inf")))
                 with contextlib.suppress(OSError):  # the owner has ended, which the next look at it tells
-                    _send(sock, Spawned(pids))
+                    _send(sock, Spawned(request.number, pids))
             else:
                 for pid in set(request.pids) & set(children):
                     os.kill(pid, signal.SIGTERM)

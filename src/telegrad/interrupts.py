@@ -14,6 +14,8 @@ finaliser The garbage collector runs users' `__del__` on any thread, also while 
     with critical(): ...             a section; calls of public functions, at their outermost level
     interruptible(function, *args)   inside of one: what blocks, or is a user's. An interrupt raises in there, so the
                                      caller gives back what it holds with one `except BaseException`
+    run_all(steps)                   an ending that must be complete: an interrupt is deferred to its end, also where
+                                     a step blocks
 
 On the path of a message the counter is raised and lowered inline. It is always set to a saved value, never
 decremented: a section that was left by an exception in the wrong place is mended by the one around it.
@@ -37,11 +39,10 @@ Result = TypeVar("Result")
 
 _AGAIN = 0.1  # seconds; a Ctrl-C that follows a deferred one sooner is a key that repeats, not a second one
 
-deferred: list[
-    float
-] = []  # when the interrupt came that waits for the end of a section; the main thread's own
+deferred: list[float] = []  # when the interrupt came that waits for a section's end; the main thread's own
 _previous: Callable[[int, Any], Any] = signal.default_int_handler
-_users = 0  # workers that live in this process; the main thread's own
+_users: set[int] = set()  # ids of the objects that want the handler; its single operations are atomic
+_held = 0  # above zero: an ending runs on the main thread, and an interrupt waits for its end
 
 
 class critical:
@@ -81,9 +82,56 @@ def interruptible(function: Callable[..., Result], *args: Any) -> Result:
     return result
 
 
+class held:
+    """Defers Ctrl-C also where the main thread blocks or runs users' code. A second one comes through."""
+
+    def __enter__(self) -> None:
+        global _held
+        if thread.is_main:
+            self._before = _held
+            _held = self._before + 1
+
+    def __exit__(self, *_: object) -> None:
+        global _held
+        if thread.is_main:
+            _held = self._before
+            if deferred and not thread.critical:
+                deliver()
+
+
+def run_all(steps: list[Callable[[], Any]]) -> None:
+    """Runs all steps in their order, whatever some of them raise, and takes them out of the list; then raises the first
+    of their errors, or the interrupt.
+
+    A second Ctrl-C breaks into the step that runs, and the rest runs all the same. That step runs once more, since it
+    may not have begun: a step can be run twice.
+    """
+    first: BaseException | None = None
+    again = False  # the first of the steps was interrupted
+    while steps:
+        try:
+            with held():
+                while steps:
+                    steps[0]()
+                    del steps[0]
+                    again = False
+        except BaseException as error:
+            interrupted = not isinstance(error, Exception)
+            if first is None or (interrupted and isinstance(first, Exception)):
+                first = error
+            if steps and (again or not interrupted):
+                del steps[0]
+            again = interrupted and not again
+    if first is not None:
+        try:
+            raise first
+        finally:
+            del first  # which refers to this frame
+
+
 def deliver() -> None:
-    """Raises the interrupt that was deferred, if this is the main thread."""
-    if thread.is_main and deferred:
+    """Raises the interrupt that was deferred, if this is the main thread and no ending runs on it."""
+    if thread.is_main and deferred and not _held:
         deferred.clear()
         _previous(signal.SIGINT, sys._getframe())
 
@@ -95,7 +143,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 def on_signal(signum: int, frame: Any) -> None:
     """Handles SIGINT."""
-    if thread.critical:
+    if thread.critical or _held:
         now = time.monotonic()
         if not deferred:
             deferred.append(now)
@@ -105,11 +153,10 @@ def on_signal(signum: int, frame: Any) -> None:
     _previous(signum, frame)
 
 
-def install() -> None:
-    """Wraps the process's handler of SIGINT, for a worker that starts. On any other than the main thread, the first
-    call from the main thread does it."""
-    global _users
-    _users += 1
+def install(user: object) -> None:
+    """Wraps the process's handler of SIGINT, for a worker or a cluster that starts. On any other than the main thread,
+    the first call from the main thread does it."""
+    _users.add(id(user))
     if thread.is_main:
         guard()
 
@@ -124,17 +171,18 @@ def guard() -> None:
         signal.signal(signal.SIGINT, on_signal)
 
 
-def uninstall() -> None:
-    """Restores the handler of SIGINT after the last worker has ended."""
-    global _users
-    _users = max(0, _users - 1)
+def uninstall(user: object) -> None:
+    """Restores the handler of SIGINT after the last of its users has ended. Any number of times."""
+    _users.discard(id(user))
     if not _users and thread.is_main and getsignal(signal.SIGINT) is on_signal:
         signal.signal(signal.SIGINT, _previous)
 
 
 def _in_child() -> None:
+    global _held
     thread.is_main = True
     thread.critical = 0
+    _held = 0
     deferred.clear()
 
 

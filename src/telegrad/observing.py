@@ -2,22 +2,21 @@
 
     Observer.look  ->  members in the store  ->  a call of `report` on each  ->  what each does
 
-An observer is a worker for itself: it connects and calls as any other does. But it only reads the store, and its id
-is negative, of its own choice. So it takes nobody's place, name or rank, no member can call it, nobody counts it or
-waits for it, and its going is no loss to anyone.
+An observer is a worker for itself: it connects and calls as any other does. But it only reads the store, listens
+nowhere, refuses calls, and its id is negative, of its own choice. So it takes no member's place, name or rank, no
+member can call it, counts it or waits for it, and its going is no loss to the group.
 """
 
 from __future__ import annotations
 
 import os
-import queue
 import random
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
@@ -33,8 +32,6 @@ from .worker import Statistics, Worker
 
 _MOST_SAMPLES = 10_000
 _MOST_AT_ONCE = 32  # workers that are asked at the same time
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -80,16 +77,22 @@ class Look:
 class Observer:
     """Looks at the group that meets at an address: HOST:PORT, tcp://HOST:PORT, file:///PATH or env://.
 
+    Members are reached over `transport`: "unix", those of this host and user; or "tcp", those that were told to listen
+    there. INSECURE, as all TCP is: a program that pretends to be a member can run code as this user.
+
     Raises:
         AddressError: the address makes no sense.
         RendezvousError: nobody serves a store there, or no group has met at it.
     """
 
-    def __init__(self, address: str, *, timeout: float = 5.0) -> None:
+    def __init__(self, address: str, *, timeout: float = 5.0, transport: str = "unix") -> None:
         self._timeout = timeout
-        self._group = within(timeout, lambda: _find_group(address, timeout))
-        options = Options(connect_timeout=timeout, rpc_timeout=timeout, init_timeout=timeout, spin=0)
-        self._worker = Worker.start("observer", self._group, options)
+        self._group = _find_group(address, timeout)
+        options = Options(
+            connect_timeout=timeout, rpc_timeout=timeout, init_timeout=timeout, spin=0,
+            transports=(transport,), insecure_listen_beyond_loopback=transport == "tcp",
+        )  # fmt: skip
+        self._worker = Worker.start("observer", self._group, options, listen=False)
 
     def look(self, *, sample: float = 0.0) -> Look:
         """Asks every member for a report. For `sample` seconds from now they time the calls that they serve; the
@@ -98,7 +101,7 @@ class Observer:
         Raises:
             RendezvousError: the store is gone, and with it most likely the group.
         """
-        members = within(self._timeout, self._group.members)
+        members = self._group.members(self._timeout)
         newest = {member.name: member for member in members}  # of each name: ids only grow
         with ThreadPoolExecutor(min(len(newest), _MOST_AT_ONCE) or 1) as threads:
             seen = threads.map(lambda member: self._ask(member, sample), newest.values())
@@ -125,6 +128,10 @@ class Observer:
 # -- the group, only read --------------------------------------------------------------------------------
 
 
+class _NoGroupError(RendezvousError):
+    """The store answers, and no group has met at it."""
+
+
 class ObservedGroup(Group):
     """A group seen from outside. What a worker would write into the store is left out."""
 
@@ -133,9 +140,10 @@ class ObservedGroup(Group):
         super().__init__(store, None, timeout)
 
     def _agree(self) -> str:
-        name, size = self._get("group"), self._get("size")
+        until = self._until(None)
+        name, size = self._get("group", until), self._get("size", until)
         if name is None or size is None:
-            raise RendezvousError("no group has met there yet; was init_rpc() called with this address?")
+            raise _NoGroupError("no group has met there yet; was init_rpc() called with this address?")
         first = size.split()[0]
         self.world_size = int(first) if first.isdigit() else None
         return name.decode()
@@ -149,18 +157,21 @@ class ObservedGroup(Group):
     def publish(self, member: Member) -> None:
         pass
 
+    def fail(self, rank: int, reason: str) -> None:
+        pass
+
     def wait_for_all(self) -> list[Member]:
         return []
 
     def leave(self, member: Member, *, tell: bool) -> None:
         super().leave(member, tell=False)
 
-    def members(self) -> list[Member]:
-        found = super().members()
+    def members(self, timeout: float | None = None) -> list[Member]:
+        found = super().members(timeout)
         self._members = {key: member for member in found for key in (member.name, member.id)}
         return found
 
-    def find(self, to: str | int) -> Member | None:
+    def find(self, to: str | int, timeout: float | None = None) -> Member | None:
         """From the last look: a call must not wait for a store that hangs."""
         return self._members.get(to)
 
@@ -169,13 +180,13 @@ def _find_group(address: str, timeout: float) -> ObservedGroup:
     store = _open_existing(address, timeout)
     try:
         return ObservedGroup(store, timeout)
-    except RendezvousError:
+    except _NoGroupError:
         # Under torchrun, whose agent serves the store, each restart has a part of it (see open_store).
         found = None
         for restart in range(1000):
             try:
                 found = ObservedGroup(PrefixStore(f"telegrad/{restart}", store), timeout)
-            except RendezvousError:
+            except _NoGroupError:
                 break
         if found is None:
             raise
@@ -202,34 +213,7 @@ def _open_existing(address: str, timeout: float) -> Any:
         raise AddressError(
             f"{given!r} is not an address; write HOST:PORT, tcp://HOST:PORT, file:///PATH or env://"
         )
-    return connect_store(host, port, timeout)
-
-
-def within(seconds: float, function: Callable[[], Result]) -> Result:
-    """The function's result. A store's client waits for ever for one that hangs; this does not.
-
-    Raises:
-        RendezvousError: the time is over.
-        What the function raises.
-    """
-    results: queue.SimpleQueue[tuple[Result | None, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put((function(), None))
-        except BaseException as error:
-            results.put((None, error))
-
-    threading.Thread(target=run, name="telegrad-store", daemon=True).start()
-    try:
-        result, error = results.get(timeout=seconds + 1.0)
-    except queue.Empty:
-        raise RendezvousError(
-            f"the store does not answer within {seconds:g} s; is its process stopped?"
-        ) from None
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
+    return connect_store(host, port, timeout, wait=False)
 
 
 # -- on the worker that is looked at ---------------------------------------------------------------------
@@ -292,3 +276,7 @@ class Sampler:
 
 
 _samplers: WeakKeyDictionary[Worker, Sampler] = WeakKeyDictionary()
+
+os.register_at_fork(
+    after_in_child=_samplers.clear
+)  # their locks may be held by threads that are not in the fork

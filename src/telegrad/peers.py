@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from .config import Options
-from .errors import ConnectError, PeerLostError, UnknownWorkerError, VersionError
+from .errors import ConnectError, NoRouteError, PeerLostError, UnknownWorkerError, VersionError
 from .events import logger
 from .messages import PROBE_ID, Hello, Member, WorkerInfo
 from .pending import Window
 from .rendezvous import Group
+from .routes import addresses_to_dial, why_none
 from .transport.base import Connection, Listener, Transport
 
 
@@ -97,11 +98,13 @@ class Peers:
 
     # -- finding others --------------------------------------------------------------------------------
 
-    def find(self, to: str | int | WorkerInfo) -> Peer:
-        """The peer of that name, id or WorkerInfo.
+    def find(self, to: str | int | WorkerInfo, timeout: float | None = None) -> Peer:
+        """The peer of that name, id or WorkerInfo. The store is asked for one that is not known yet; it has `timeout`
+        seconds (None: those of the start-up).
 
         Raises:
             UnknownWorkerError: there is none in the group.
+            RendezvousError: the store does not answer in time.
         """
         peer = self._known.get(to) if isinstance(to, str | int) else None
         if peer is not None:
@@ -109,10 +112,10 @@ class Peers:
         if not isinstance(to, str | int):  # a WorkerInfo, ours or torch's
             if not hasattr(to, "id"):
                 raise UnknownWorkerError(f"a worker's name, id or WorkerInfo was expected, not {to!r}")
-            return self.find(int(to.id))
-        member = self._group.find(to)
+            return self.find(int(to.id), timeout)
+        member = self._group.find(to, timeout)
         if member is None:
-            known = sorted(m.name for m in self._group.members())
+            known = sorted(m.name for m in self._group.members(timeout))
             raise UnknownWorkerError(
                 f"worker {to!r} is not in this group (known: {known}); check the name given to init_rpc()"
             )
@@ -148,19 +151,20 @@ class Peers:
 
         Raises:
             UnknownWorkerError: there is none of that name.
+            RendezvousError: the store does not answer in time.
             PeerLostError: it cannot be reached any more.
             VersionError: it speaks another wire version.
         """
         peer = self._known.get(to) if isinstance(to, str | int) else None
         if peer is None:
-            peer = self.find(to)
+            peer = self.find(to, timeout)
         if peer.connection is not None:
             return peer, peer.connection
         try:
             return peer, self.connect(peer, timeout)
         except PeerLostError:
             # The name may belong to a new incarnation by now.
-            again = self.find(to)
+            again = self.find(to, timeout)
             if again.member.id == peer.member.id:
                 raise
             return again, self.connect(again, timeout)
@@ -200,27 +204,23 @@ class Peers:
     def _connect(self, member: Member, hello: Hello, timeout: float) -> Connection:
         to_it = msgspec.structs.replace(hello, to=member.id)
         errors: list[str] = []
-        for address in member.addresses:
-            scheme = address.partition(":")[0]
-            transport = self._transports.get(scheme)
-            if transport is None or (scheme == "unix" and member.host != self._host):
-                continue
+        for address in addresses_to_dial(member, self._host, self._transports):
             try:
-                return transport.connect(address, to_it, timeout)
-            except VersionError:
+                return self._transports[address.partition(":")[0]].connect(address, to_it, timeout)
+            except (VersionError, NoRouteError):
                 raise
             except ConnectError as error:
                 errors.append(str(error))
-        raise ConnectError(
-            "; ".join(errors) or f"no transport in common (it listens at {list(member.addresses)})"
-        )
+        if not errors:
+            raise NoRouteError(why_none(member, self._host, self._transports))
+        raise ConnectError("; ".join(errors))
 
     def is_alive(self, member: Member) -> bool:
-        """Whether a worker answers at its addresses."""
+        """Whether a worker answers at its addresses. One that cannot be asked is taken to live."""
         probe = Hello(self._hello.group, PROBE_ID, self._hello.name)
         try:
             self._connect(member, probe, self._options.connect_timeout).dispose()
-        except VersionError:
+        except (VersionError, NoRouteError):
             return True
         except ConnectError:
             return False

@@ -8,7 +8,8 @@
     member/<id>          its Member entry
     <barrier>/...        who has arrived where
 
-A store's client blocks all its users while it waits, so nobody waits in it: whoever waits, polls.
+A store's client blocks all its users while it waits for a key, so a worker that waits polls instead. Each request has
+a time limit (see store.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -27,10 +27,14 @@ import msgspec
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from .errors import NameTakenError, RendezvousError
+from .events import logger
+from .interrupts import interruptible
 from .messages import MAX_WORKER_ID, Member
+from .store import Deadline, StoreClient
 
 _PREFIX = "telegrad/"
 _NEVER = "\x00never"
+_LEAVING = 1.0  # seconds that leaving a group may take
 
 
 def open_store(
@@ -129,24 +133,37 @@ def serve_store(host: str, port: int, timeout: float) -> Any:
     return store
 
 
-def connect_store(host: str, port: int, timeout: float) -> Any:
-    # TCPStore retries on its own, but gives up silently late and prints; so look first whether anybody is there.
+def connect_store(host: str, port: int, timeout: float, *, wait: bool = True) -> Any:
+    """A client of the store at that address. With `wait`, it may be served only later, but within `timeout` seconds."""
+    # TCPStore retries on its own, but gives up silently late and prints; so look first whether there is a listener.
     deadline = time.monotonic() + timeout
     while True:
         try:
-            socket.create_connection((host, port), timeout=max(0.1, min(timeout, 5.0))).close()
+            interruptible(_knock, host, port, max(0.1, min(timeout, 5.0)))
             break
         except OSError as error:
-            if time.monotonic() >= deadline:
+            if not wait or time.monotonic() >= deadline:
                 raise RendezvousError(
                     f"nobody serves a store at {host}:{port} ({error}); start rank 0 first, or check the address"
                 ) from error
-            time.sleep(0.02)
+            interruptible(time.sleep, 0.02)
+    until = Deadline(max(1.0, deadline - time.monotonic()))
+    client = StoreClient(None)
     try:
-        left = max(1.0, deadline - time.monotonic())
-        return TCPStore(host, port, None, False, _seconds(left), wait_for_workers=False)
+        return client.ask(
+            lambda _: TCPStore(host, port, None, False, _seconds(until.seconds), wait_for_workers=False),
+            until,
+        )
     except (RuntimeError, ValueError) as error:
+        if isinstance(error, RendezvousError):
+            raise RendezvousError(f"at {host}:{port}: {error}") from None
         raise RendezvousError(f"the program at {host}:{port} is not a store: {_first_line(error)}") from error
+    finally:
+        client.close()
+
+
+def _knock(host: str, port: int, timeout: float) -> None:
+    socket.create_connection((host, port), timeout=timeout).close()
 
 
 def _seconds(timeout: float) -> datetime.timedelta:
@@ -165,58 +182,72 @@ def this_host() -> str:
 
 
 class Group:
-    """The workers that share a store, as one of them sees it."""
+    """The workers that share a store, as one of them sees it. What asks the store takes a time limit in seconds; by
+    default that of the start-up."""
 
     def __init__(self, store: Any, world_size: int | None, timeout: float) -> None:
-        self._store: Any = PrefixStore(_PREFIX, store)
+        self._client = StoreClient(PrefixStore(_PREFIX, store))
         self.world_size = world_size
         self._timeout = timeout
-        self._lock = threading.Lock()  # one request at a time: stores are not all safe with threads
-        self.name = self._agree()
+        try:
+            self.name = self._agree()
+        except BaseException:
+            self.let_go()
+            raise
 
     def _agree(self) -> str:
-        """The group's name, and that all mean a group of the same size. Whoever comes first says so."""
-        name = self._compare_set("group", "", uuid.uuid4().hex)
+        """The group's name. The first worker to come decides on the name and the size; the size must be the same for
+        all."""
+        until = self._until(None)
+        name = self._compare_set("group", "", uuid.uuid4().hex, until)
         size = "no fixed size" if self.world_size is None else f"{self.world_size} workers"
-        if (agreed := self._compare_set("size", "", size)) != size:
+        if (agreed := self._compare_set("size", "", size, until)) != size:
             raise RendezvousError(
                 "RPC group mixes statically and dynamically initialized members which is not supported. Or it mixes "
                 f"sizes: it has {agreed}, and this worker is to join a group of {size}; give all the same world_size"
             )
         return name
 
-    def _ask(self, request: Callable[[], Any]) -> Any:
+    def _until(self, timeout: float | None) -> Deadline:
+        return Deadline(self._timeout if timeout is None else timeout)
+
+    def _ask(self, until: Deadline, function: Callable[[Any], Any]) -> Any:
         try:
-            with self._lock:
-                return request()
+            return self._client.ask(function, until)
+        except RendezvousError:
+            raise
         except Exception as error:
             raise RendezvousError(
                 f"the group's store does not answer: {_first_line(error)}; has the process that serves it ended?"
             ) from error
 
-    def _get(self, key: str) -> bytes | None:
+    def _get(self, key: str, until: Deadline) -> bytes | None:
         # Not get(), which waits for a key that is not there, and keeps all others from the store meanwhile. Compared
         # with what no key is ever set to, nothing is set, and what is there comes back.
-        found: bytes = self._ask(lambda: self._store.compare_set(key, _NEVER, _NEVER))
+        found: bytes = self._ask(until, lambda store: store.compare_set(key, _NEVER, _NEVER))
         return None if found == _NEVER.encode() else found
 
-    def _compare_set(self, key: str, expected: str, desired: str) -> str:
+    def _set(self, key: str, value: str | bytes, until: Deadline) -> None:
+        self._ask(until, lambda store: store.set(key, value))
+
+    def _compare_set(self, key: str, expected: str, desired: str, until: Deadline) -> str:
         """Sets the key if it is as expected (empty: not there); what it is then."""
-        value: bytes = self._ask(lambda: self._store.compare_set(key, expected, desired))
+        value: bytes = self._ask(until, lambda store: store.compare_set(key, expected, desired))
         return value.decode()
 
     # -- joining and leaving ---------------------------------------------------------------------------
 
     def new_id(self, rank: int) -> int:
         """A worker id that was never used in this group. The first to have a rank has the rank as its id."""
+        until = self._until(None)
         if self.world_size is not None:
             if not 0 <= rank < self.world_size:
                 raise RendezvousError(
                     f"rank {rank} is not within world_size {self.world_size}; ranks start at 0"
                 )
-            if self._ask(lambda: self._store.add(f"incarnations/{rank}", 1)) == 1:
+            if self._ask(until, lambda store: store.add(f"incarnations/{rank}", 1)) == 1:
                 return rank
-        id = int(self._ask(lambda: self._store.add("ids", 1))) - 1 + (self.world_size or 0)
+        id = int(self._ask(until, lambda store: store.add("ids", 1))) - 1 + (self.world_size or 0)
         if id > MAX_WORKER_ID:
             raise RendezvousError(f"this group has had {MAX_WORKER_ID} workers; start a new one")
         return id
@@ -227,75 +258,76 @@ class Group:
         Raises:
             NameTakenError: a live worker has it.
         """
-        deadline = time.monotonic() + self._timeout
+        joining = self._until(None)
         expected = ""
         while True:
-            owner = self._compare_set(f"name/{name}", expected, str(id))
+            until = self._until(None)
+            owner = self._compare_set(f"name/{name}", expected, str(id), until)
             if owner == str(id):
                 return
-            member = self.member(int(owner)) if owner else None
-            if owner and member is None:  # it claimed the name and is about to join
-                if time.monotonic() > deadline:
-                    is_taken, member = False, None
-                else:
-                    time.sleep(0.01)
-                    continue
-            else:
-                is_taken = member is not None and is_alive(member)
-            if is_taken:
+            member = self._member(int(owner), until) if owner else None
+            if owner and member is None and joining.left():  # it claimed the name and is about to join
+                interruptible(time.sleep, 0.01)
+                continue
+            if member is not None and is_alive(member):
                 raise NameTakenError(
                     f"worker name {name!r} is not unique: a live worker with id {owner} has it; choose another"
                 )
             expected = owner
 
     def publish(self, member: Member) -> None:
-        self._ask(lambda: self._store.set(f"member/{member.id}", msgspec.msgpack.encode(member)))
+        until = self._until(None)
+        self._set(f"member/{member.id}", msgspec.msgpack.encode(member), until)
         if member.rank >= 0:
-            self._ask(lambda: self._store.set(f"rank/{member.rank}", str(member.id)))
+            self._set(f"rank/{member.rank}", str(member.id), until)
             if member.id != member.rank:  # it takes the place of one that has left
-                self._ask(lambda: self._store.delete_key(f"left/{member.rank}"))
+                self._ask(until, lambda store: store.delete_key(f"left/{member.rank}"))
 
     def fail(self, rank: int, reason: str) -> None:
         """Tells those who wait for this rank that it does not come."""
         if self.world_size is not None:
-            self._ask(lambda: self._store.set(f"failed/{rank}", reason))
+            self._set(f"failed/{rank}", reason, self._until(_LEAVING))
 
     def leave(self, member: Member, *, tell: bool) -> None:
-        """Frees the name, if the others are to be told, and lets go of the store: one that this process serves
-        ends with that.
+        """Frees the name, if the others are to be told, and lets go of the store. Takes a second at most.
 
-        The store may be gone by now; then there is nobody left to tell.
+        The store may be gone by now; then there is no worker left to tell.
         """
+        until = self._until(_LEAVING)
         try:
-            if not tell:
-                return
-            if member.rank >= 0:
-                self.arrive("left", member.rank)
-            key = f"name/{member.name}"
-            self._compare_set(key, str(member.id), "")
-            self._ask(lambda: self._store.delete_key(f"member/{member.id}"))
-        except RendezvousError:
-            pass
+            if tell and member.rank >= 0:
+                self._set(f"left/{member.rank}", b"1", until)
+            if tell:
+                self._compare_set(f"name/{member.name}", str(member.id), "", until)
+                self._ask(until, lambda store: store.delete_key(f"member/{member.id}"))
+        except RendezvousError as error:
+            logger.debug("worker %r left its group without a word: %s", member.name, error)
         finally:
-            self._store = None
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Never uses the store again: one that this process serves ends with that. Any number of times."""
+        self._client.close()
 
     # -- looking ---------------------------------------------------------------------------------------
 
-    def member(self, id: int) -> Member | None:
-        data = self._get(f"member/{id}")
+    def _member(self, id: int, until: Deadline) -> Member | None:
+        data = self._get(f"member/{id}", until)
         return None if data is None else msgspec.msgpack.decode(data, type=Member)
 
-    def find(self, to: str | int) -> Member | None:
+    def find(self, to: str | int, timeout: float | None = None) -> Member | None:
         """The member of that name or id."""
+        until = self._until(timeout)
         if isinstance(to, int):
-            return self.member(to)
-        id = self._get(f"name/{to}")
-        return self.member(int(id)) if id else None
+            return self._member(to, until)
+        id = self._get(f"name/{to}", until)
+        return self._member(int(id), until) if id else None
 
-    def members(self) -> list[Member]:
+    def members(self, timeout: float | None = None) -> list[Member]:
         """All members, by id."""
-        count = int(self._ask(lambda: self._store.add("ids", 0))) + (self.world_size or 0)
-        return [member for id in range(count) if (member := self.member(id))]
+        until = self._until(timeout)
+        count = int(self._ask(until, lambda store: store.add("ids", 0))) + (self.world_size or 0)
+        return [member for id in range(count) if (member := self._member(id, until))]
 
     def wait_for_all(self) -> list[Member]:
         """Waits until every rank has joined.
@@ -307,9 +339,10 @@ class Group:
         missing = set(range(self.world_size))
 
         def all_here() -> bool:
-            missing.difference_update([r for r in missing if self._get(f"rank/{r}") is not None])
+            until = self._until(None)
+            missing.difference_update([r for r in missing if self._get(f"rank/{r}", until) is not None])
             for rank in missing:
-                if (reason := self._get(f"failed/{rank}")) is not None:
+                if (reason := self._get(f"failed/{rank}", until)) is not None:
                     raise RendezvousError(f"rank {rank} could not join the group: {reason.decode()}")
             return not missing
 
@@ -322,11 +355,11 @@ class Group:
 
     # -- barriers --------------------------------------------------------------------------------------
 
-    def arrive(self, barrier: str, rank: int) -> None:
-        self._ask(lambda: self._store.set(f"{barrier}/{rank}", b"1"))
+    def arrive(self, barrier: str, rank: int, timeout: float | None = None) -> None:
+        self._set(f"{barrier}/{rank}", b"1", self._until(timeout))
 
-    def arrived(self, barrier: str, rank: int) -> bool:
-        return bool(self._ask(lambda: self._store.check([f"{barrier}/{rank}"])))
+    def arrived(self, barrier: str, rank: int, timeout: float | None = None) -> bool:
+        return bool(self._ask(self._until(timeout), lambda store: store.check([f"{barrier}/{rank}"])))
 
 
 def poll_until(condition: Callable[[], bool], timeout: float | None) -> bool:
@@ -336,6 +369,6 @@ def poll_until(condition: Callable[[], bool], timeout: float | None) -> bool:
     while not condition():
         if deadline is not None and time.monotonic() > deadline:
             return False
-        time.sleep(pause)
+        interruptible(time.sleep, pause)
         pause = min(0.05, pause * 1.5)
     return True

@@ -10,6 +10,7 @@ The functions act on the current worker: inside a call the one that serves it, e
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from .futures import Future
 from .messages import WorkerInfo
 from .rendezvous import Group, open_store
 from .rref import RRef, create
+from .text import check_name
 from .untraced import untraced
 from .worker import Worker
 
@@ -42,6 +44,15 @@ __all__ = [
 UNSET_TIMEOUT = -1.0  # torch's mark for "the default"
 
 _starting = threading.Lock()  # held by init_rpc() and shutdown(): one default worker at a time
+
+
+def _in_child() -> None:
+    """In a fork: a thread that held the lock is not here to release it."""
+    global _starting
+    _starting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 @untraced
@@ -71,11 +82,11 @@ def init_rpc(
 
     Raises:
         AlreadyStartedError: this process is a worker already.
+        ValueError: the name is empty, too long, or cannot be printed.
         NameTakenError: a live worker has the name.
         RendezvousError: the store cannot be reached, or others did not come in time.
     """
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"a worker's name is a string that is not empty, not {name!r}")
+    check_name(name)
     with _starting:
         running = default_worker()
         if running is not None:

@@ -16,6 +16,11 @@ from dataclasses import dataclass
 
 from .errors import RendezvousError
 from .rendezvous import Group, poll_until
+from .store import Deadline
+
+_LEAST = (
+    1.0  # seconds that the store has for an answer: the time limit of a shutdown is for the other workers
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,28 +57,43 @@ class Retirement:
         if fixed:
             self.meet("workers_idle", left())
             # The store lives in the process of rank 0: it leaves last, when all others have seen the barrier.
-            self.group.arrive("gone", self.rank)
+            last = Deadline(min(5.0, left() or 5.0))
+            self.group.arrive("gone", self.rank, _for_the_store(last))
             if self.rank == 0:
-                poll_until(lambda: not self._missing("gone"), min(5.0, left() or 5.0))
+                poll_until(lambda: not self._missing("gone", last), last.left())
 
     def meet(self, name: str, timeout: float | None) -> None:
         """Waits until every rank has come to that barrier.
 
         Raises:
-            RendezvousError: some did not within `timeout` seconds.
+            RendezvousError: some did not within `timeout` seconds, or the store does not answer.
         """
-        self.group.arrive(name, self.rank)
-        if not poll_until(lambda: not self._missing(name), timeout):
+        until = None if timeout is None else Deadline(timeout)
+        missing: list[int] = []
+
+        def all_here() -> bool:
+            missing[:] = self._missing(name, until)
+            return not missing
+
+        self.group.arrive(name, self.rank, _for_the_store(until))
+        if not poll_until(all_here, timeout):
             raise RendezvousError(
-                f"ranks {self._missing(name)} did not come to the shutdown within {timeout or 0:g} s; "
+                f"ranks {missing} did not come to the shutdown within {timeout or 0:g} s; "
                 "have they ended, or do they still work? shutdown(graceful=False) does not wait for them"
             )
 
-    def _missing(self, barrier: str) -> list[int]:
+    def _missing(self, barrier: str, until: Deadline | None) -> list[int]:
         """The ranks that have not arrived, and may still come."""
         ranks = range(self.group.world_size or 0)
-        return [r for r in ranks if not self.group.arrived(barrier, r) and not self._has_left(r)]
+        return [r for r in ranks if not self._has_come(barrier, r, until) and not self._has_left(r, until)]
 
-    def _has_left(self, rank: int) -> bool:
+    def _has_come(self, barrier: str, rank: int, until: Deadline | None) -> bool:
+        return self.group.arrived(barrier, rank, _for_the_store(until))
+
+    def _has_left(self, rank: int, until: Deadline | None) -> bool:
         """Whether it has died, or ended without waiting for the others."""
-        return self.is_lost(rank) or self.group.arrived("left", rank)
+        return self.is_lost(rank) or self._has_come("left", rank, until)
+
+
+def _for_the_store(until: Deadline | None) -> float | None:
+    return None if until is None else max(_LEAST, until.left())

@@ -28,18 +28,19 @@ from .config import Options
 from .dispatch import Dispatch
 from .errors import (
     HandedOverError,
-    NameTakenError,
     NotStartedError,
     PeerLostError,
+    RendezvousError,
     TelegradError,
     UnknownWorkerError,
+    text_of,
 )
 from .events import Event, Events, logger
 from .futures import Future
 from .gradients.attach import Attach
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
-from .interrupts import critical, interruptible
+from .interrupts import critical, install, interruptible, run_all, uninstall
 from .mail import Mail
 from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Hello, Kind, Member, WorkerInfo
 from .peers import Peers
@@ -49,6 +50,7 @@ from .recording import Recorder
 from .references import Entry, Held, References
 from .rendezvous import Group, this_host
 from .shutdown import Retirement
+from .text import check_name
 from .threads import Threads
 from .transport.base import Connection, ConnectionStatistics, Frames, Transport
 from .transport.inproc import Hub, InprocTransport, loopback
@@ -89,6 +91,7 @@ class Worker:
         self._pid = os.getpid()
         self._closed_because = ""
         self._ended_together = False  # all of the group have come to their end
+        self._on_call: Callable[..., None] = self._refuse_call  # until it listens
         self._closing = threading.Lock()  # taken once and for all by close()
         self._ids = itertools.count((member.id << COUNTER_BITS) + 1)
         self._poller = Poller()
@@ -146,44 +149,68 @@ class Worker:
         *,
         rank: int = -1,
         hub: Hub | None = None,
+        listen: bool = True,
     ) -> Worker:
-        """Joins a group: takes a name and an id, listens, and tells the others.
+        """Joins a group: takes a name and an id, listens, and tells the others. One that does not `listen` cannot be
+        connected to, and refuses calls.
 
         Raises:
+            ValueError: the name is empty, too long, or cannot be printed.
             NameTakenError: a live worker has the name.
             RendezvousError: the store does not answer.
             AddressError: it cannot listen.
         """
         options = options or Options()
-        id = group.new_id(rank)
-        main = main_script() if hub is None else f"process {os.getpid()}"
-        hello = Hello(group.name, id, name, os.getpid(), main)
-        host = this_host()
-        worker = cls(Member(id, name, (), host, rank), group, options, hello, hub)
+        worker: Worker | None = None
         try:
-            worker._claim_name()
-            worker._listen()
-            group.publish(worker.member)
-            if group.world_size is not None:
-                group.wait_for_all()
+            check_name(name)
+            install(group)
+            with critical():
+                id = group.new_id(rank)
+                main = main_script() if hub is None else f"process {os.getpid()}"
+                hello = Hello(group.name, id, name, os.getpid(), main)
+                worker = cls(Member(id, name, (), this_host(), rank), group, options, hello, hub)
+                worker._join(listen)
+                return worker  # from in here: an interrupt that was deferred raises at the end of the section
         except BaseException:
-            worker.close(graceful=False)
+            if worker is None:
+                run_all([group.let_go, partial(uninstall, group)])
+            else:
+                worker.close(graceful=False)
             raise
-        return worker
 
-    def _claim_name(self) -> None:
+    def _join(self, listen: bool) -> None:
         try:
-            self.group.claim(self.name, self.id, self._peers.is_alive)
-        except NameTakenError as error:
-            self.group.fail(self.member.rank, str(error))
+            self.group.claim(self.name, self.id, partial(interruptible, self._peers.is_alive))
+            if listen:
+                self._listen()
+            self._start_reading()
+            self.group.publish(self.member)
+        except BaseException as error:
+            self._tell_failure(error)
             raise
+        if self.group.world_size is not None:
+            self.group.wait_for_all()
+
+    def _tell_failure(self, error: BaseException) -> None:
+        """Those who wait for this rank need not wait any longer."""
+        with contextlib.suppress(RendezvousError):  # the store may be what failed
+            self.group.fail(
+                self.member.rank, f"worker {self.name!r}: {type(error).__name__}: {text_of(error)}"
+            )
 
     def _listen(self) -> None:
+        self._on_call = self._dispatch.on_call
         addresses = self._peers.listen()
         self.member = Member(self.id, self.name, addresses, self.member.host, self.member.rank)
+
+    def _start_reading(self) -> None:
         for end in self._self_ends:
             end.open()
         self._threads.start()
+
+    def _refuse_call(self, connection: Connection, *_: object) -> None:
+        self.on_lost(connection, f"worker {self.name!r} only looks at the group, and takes no calls")
 
     def _on_thread_start(self) -> None:
         current.worker_var.set(self)
@@ -251,7 +278,7 @@ class Worker:
             self.recorder.on_receive()
             self._emit("receive", "started", envelope, connection, sum(map(len, frames.buffers)))
         if envelope.kind == Kind.CALL:
-            self._dispatch.on_call(connection, envelope, frames, deadline)
+            self._on_call(connection, envelope, frames, deadline)
         elif not message.is_answer:
             if task is not None:
                 task()
@@ -283,6 +310,8 @@ class Worker:
 
     def _on_control(self, peer: int, envelope: Envelope, frames: Frames) -> Callable[[], None] | None:
         """A message between workers, and not between their users. While reading."""
+        if self.id < 0:
+            return None  # an observer has no part in contexts and references
         if envelope.kind >= Kind.HOLD:
             return self.references.on_message(peer, self._codec.open_control(envelope, frames))
         return self.engine.on_message(peer, envelope, frames)
@@ -457,16 +486,22 @@ class Worker:
         Raises:
             RendezvousError: some worker did not come to a graceful end in time. This one is closed all the same.
         """
-        if not self._closing.acquire(blocking=False):
-            return
-        try:
-            if graceful and os.getpid() == self._pid:
-                self.retire(timeout)
-        finally:
-            self._closed_because = "has shut down"
-            self._tear_down()
-            # Where all end together there is nobody left to tell, and rank 0 may have taken the store with it.
-            self.group.leave(self.member, tell=not self._ended_together)
+        with critical():
+            if not self._closing.acquire(blocking=False):
+                return
+            steps: list[Callable[[], Any]] = [self.group.let_go, partial(uninstall, self.group)]
+            # A fork lets go of its copies only: the worker is the parent's, and so is its name.
+            is_fork = os.getpid() != self._pid
+            try:
+                if graceful and not is_fork:
+                    self.retire(timeout)
+            finally:
+                self._closed_because = "has shut down"
+                if not is_fork:
+                    # Where all end together there is none left to tell, and rank 0 may have taken the store with it.
+                    leave = partial(self.group.leave, self.member, tell=not self._ended_together)
+                    steps = [self._tear_down, leave, *steps]
+                run_all(steps)
 
     def retire(self, timeout: float | None = None) -> None:
         """The first half of a graceful close(): waits for the work in flight, here and everywhere. Then nobody needs

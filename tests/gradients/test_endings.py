@@ -6,7 +6,6 @@ in fault_programs.py."""
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 import threading
 
@@ -33,15 +32,13 @@ from fault_programs import (
     wait_until,
 )
 from torch import Tensor
-from torch.distributed import HashStore
 
 import telegrad
 from telegrad import autograd, current, errors, rpc
 from telegrad.events import Event
 from telegrad.gradients import leaves, rooted
 from telegrad.gradients.backward_pass import Finish
-from telegrad.messages import Envelope, Kind, Member
-from telegrad.rendezvous import Group
+from telegrad.messages import Envelope, Kind
 
 # -- its time ---------------------------------------------------------------------------------------------
 
@@ -300,34 +297,6 @@ def test_a_participant_that_loses_another_blames_that_one(workers):
         assert type(error) is errors.BackwardError
         assert str(error).startswith(f"Error on Node {error.worker_id}: worker {error.worker!r} is gone")
         assert error.worker in ("b", "c")
-
-
-class Vanishing:
-    """A store whose keys go between a question and the next."""
-
-    def __init__(self, store: HashStore) -> None:
-        self._store = store
-
-    def check(self, keys: list[str]) -> bool:
-        found = self._store.check(keys)
-        for key in keys:
-            self._store.delete_key(key)
-        return found
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._store, name)
-
-
-def test_a_worker_that_leaves_while_it_is_looked_up():
-    """Whoever looks must not wait until the store's time is over, with all other questions behind it."""
-    store = HashStore()
-    store.set_timeout(datetime.timedelta(seconds=2))
-    group = Group(store, None, PATIENCE)
-    group.publish(Member(1, "b", (), "here"))
-    group._store = Vanishing(group._store)
-    with soon():
-        group.find(1)
-    group._store = None
 
 
 # -- the pass itself --------------------------------------------------------------------------------------

@@ -253,3 +253,22 @@ def test_a_process_number_that_is_used_again_has_not_ended(server):
     finally:
         for pid in old:
             server._ended.pop(pid, None)
+
+
+def test_a_fork_that_leaves_the_with_block_leaves_the_cluster_alone():
+    """As one that ends by sys.exit() or an exception does."""
+    with telegrad.LocalCluster(["a"]) as cluster:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                with pytest.raises(errors.ClusterError, match="of which this one is a fork"):
+                    cluster._server.spawn([], 1.0)
+                cluster.__exit__(None, None, None)
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert rpc.rpc_sync("a", abs, args=(-1,)) == 1
+        with telegrad.LocalCluster(["b"], server=cluster._server, driver="other") as second:
+            assert second.call("b", abs, -2) == 2

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.rpc as torch_rpc
+from torch.distributed import HashStore
 
 import telegrad
 from telegrad import current, errors, rpc
@@ -207,15 +208,24 @@ os.kill(os.getpid(), 9)
         a.close()
 
 
-def test_peers_on_one_host_take_the_unix_socket_and_else_tcp(address):
+def test_peers_on_one_host_take_the_unix_socket(address):
+    both = telegrad.Options(transports=("unix", "tcp"))
     a = join("a", address)
-    b = join("b", address)
+    b = join("b", address, options=both)
     c = join("c", address, options=telegrad.Options(transports=("tcp",)))
     try:
-        for peer, transport in (("b", "unix"), ("c", "tcp")):
-            a.call(peer, abs, (1,))
-            (used,) = [s.transport for n, s in a.statistics().connections.items() if n.startswith(peer)]
-            assert used == transport
+        a.call("b", abs, (1,))
+        c.call("b", abs, (1,))
+        used = {n.partition("#")[0]: s.transport for n, s in b.statistics().connections.items()}
+        assert used == {"a": "unix", "c": "tcp"}
+        with pytest.raises(
+            errors.PeerLostError, match=r"'c' is on this host and has no unix socket .*set Options"
+        ):
+            a.call("c", abs, (1,))
+        with pytest.raises(
+            errors.PeerLostError, match=r"this worker has TCP only, and worker 'a' .*set Options"
+        ):
+            c.call("a", abs, (1,))
     finally:
         for worker in (c, b, a):
             worker.close()
@@ -381,3 +391,64 @@ def test_a_group_has_one_size(tmp_path):
         Group(store, 3, 1.0)
     with pytest.raises(errors.RendezvousError, match="mixes statically and dynamically initialized members"):
         Group(store, None, 1.0)
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+def test_a_fork_that_shuts_down_leaves_its_parents_place_alone(tmp_path, graceful):
+    rpc.init_rpc("parent", init_method=f"file://{tmp_path}/s")
+    try:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                rpc.shutdown(graceful=graceful)
+                status = 0 if current.default_worker() is None else 2
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        late = join("late", f"file://{tmp_path}/s")
+        assert late.call("parent", os.getpid) == os.getpid()
+        late.close()
+    finally:
+        rpc.shutdown()
+
+
+def test_a_fork_that_shuts_down_leaves_the_store_that_its_parent_serves_alone(address):
+    parent = join("parent", address)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            parent.close()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    late = join("late", address)
+    assert late.call("parent", os.getpid) == os.getpid()
+    late.close()
+    parent.close()
+
+
+def test_a_fork_can_start_while_another_thread_starts_in_its_parent(tmp_path):
+    with rpc._starting:  # as a thread in init_rpc() holds it
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            status = 1
+            try:
+                rpc.init_rpc("child", init_method=f"file://{tmp_path}/s")
+                rpc.shutdown()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_group_hears_why_a_rank_could_not_join():
+    store = HashStore()
+    group = Group(store, 2, PATIENCE)
+    with pytest.raises(errors.AddressError, match="stands for every address"):
+        Worker.start("broken", Group(store, 2, PATIENCE), telegrad.Options(tcp_host="0.0.0.0"), rank=1)
+    with pytest.raises(
+        errors.RendezvousError, match=r"rank 1 could not join .*'broken': AddressError: .*0\.0\.0\.0"
+    ):
+        Worker.start("waits", group, rank=0)

@@ -158,11 +158,20 @@ def top(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds in which the group must answer.")] = 3.0,
+    tcp: Annotated[
+        bool,
+        typer.Option("--tcp", help="Reach the workers over TCP. INSECURE: only where you trust everybody."),
+    ] = False,
 ) -> None:
     from .top import watch
 
     with _told("top"):
-        raise typer.Exit(watch(address, interval=interval, once=once, as_json=as_json, timeout=timeout))
+        transport = "tcp" if tcp else "unix"
+        raise typer.Exit(
+            watch(
+                address, interval=interval, once=once, as_json=as_json, timeout=timeout, transport=transport
+            )
+        )
 
 
 @app.command(

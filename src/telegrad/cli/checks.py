@@ -152,7 +152,10 @@ def limits() -> Iterator[Finding]:
 
 
 def unix_sockets() -> Iterator[Finding]:
-    topic, slower = "unix sockets", "workers of one machine then use tcp, and no shared memory"
+    topic, slower = (
+        "unix sockets",
+        "or set Options(transports=('tcp',)), which is slower and has no shared memory",
+    )
     directory = tempfile.gettempdir()
     if not os.access(directory, os.W_OK):
         yield Finding(
@@ -175,7 +178,7 @@ def unix_sockets() -> Iterator[Finding]:
         yield Finding(topic, OK, "reachable through /proc")
     except OSError as error:
         remedy = f"mount /proc so that a user can follow the descriptors of their processes; {slower}"
-        yield Finding(topic, SLOW, f"not reachable through /proc: {error}", remedy)
+        yield Finding(topic, WRONG, f"not reachable through /proc: {error}", remedy)
     finally:
         os.close(fd)
 
@@ -187,7 +190,7 @@ def loopback() -> Iterator[Finding]:
             began = time.perf_counter()
             with socket.create_connection(server.getsockname(), timeout=2.0):
                 took = time.perf_counter() - began
-        yield Finding(topic, OK, f"a port on 127.0.0.1 can be had and connected to ({duration(took)})")
+        yield Finding(topic, OK, f"a store on 127.0.0.1 can be served and connected to ({duration(took)})")
     except OSError as error:
         yield Finding(
             topic,

@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
+from ..text import clean_lines
+
 
 class Code(IntEnum):
     """How a command ends. `telegrad run` ends with the code of the process that failed first."""
@@ -41,7 +43,7 @@ def stop(command: str, text: str, code: int = Code.WRONG) -> NoReturn:
     from typer import Exit
 
     error_console().print(f"[bold red]telegrad {command}:[/] ", end="", markup=True)
-    error_console().print(text, markup=False)
+    error_console().print(clean_lines(text), markup=False)
     raise Exit(int(code))
 
 

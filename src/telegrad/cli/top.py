@@ -20,6 +20,7 @@ from rich.live import Live
 
 from ..errors import AddressError, RendezvousError, TelegradError
 from ..observing import Look, Observer
+from ..text import clean
 from .output import Code, Stopped, console, show
 from .views import ANSWERS, Row, View, rows, summary, table
 
@@ -27,7 +28,9 @@ _SAMPLED = 0.1  # of each interval: for so long workers time the calls that they
 _TICK = 0.2  # seconds between two looks at the keyboard, and at the terminal's size
 
 
-def watch(address: str, *, interval: float, once: bool, as_json: bool, timeout: float) -> int:
+def watch(
+    address: str, *, interval: float, once: bool, as_json: bool, timeout: float, transport: str = "unix"
+) -> int:
     """Shows the group until it ends or the user has seen enough; the exit code.
 
     Raises:
@@ -35,7 +38,7 @@ def watch(address: str, *, interval: float, once: bool, as_json: bool, timeout: 
     """
     target = console()
     try:
-        with Observer(address, timeout=timeout) as observer:
+        with Observer(address, timeout=timeout, transport=transport) as observer:
             first = _first_look(observer, interval)
             if as_json or once or not target.is_terminal:
                 return _print_once(target, observer, first, address, interval, as_json=as_json)
@@ -70,12 +73,12 @@ def _print_once(
         print(json.dumps(told, indent=2))
     else:
         for line in summary(found, look.world_size):
-            target.print(line)
+            target.print(line, markup=False)
         width = target.width if target.is_terminal else 10_000
         show(target, table(found, width))
         for row in found:
             if row.problem:
-                target.print(f"{row.name}: {row.problem}", markup=False, soft_wrap=True)
+                target.print(clean(f"{row.name}: {row.problem}"), markup=False, soft_wrap=True)
     return Code.FINE if all(row.state == ANSWERS for row in found) else Code.WRONG
 
 
@@ -100,7 +103,8 @@ def _keep_showing(target: Console, observer: Observer, look: Look, address: str,
             if not any(row.state == ANSWERS for row in view.rows) and all(s.lost for s in look.workers):
                 ended = "its workers are gone"
             live.refresh()
-    target.print(f"the group at {address} has ended ({ended}); last seen:", markup=False, soft_wrap=True)
+    told = clean(f"the group at {address} has ended ({ended}); last seen:")
+    target.print(told, markup=False, soft_wrap=True)
     show(target, table(_last(rows(before, None), view.rows), target.width))
     return Code.FINE
 

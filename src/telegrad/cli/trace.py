@@ -9,6 +9,7 @@ from pathlib import Path
 from ..errors import TelegradError
 from ..profiler import Summary, load, merge
 from ..profiler.summary import TITLES
+from ..text import clean, clean_lines
 from .figures import duration, size
 from .output import Code, Stopped, console, error_console
 
@@ -31,7 +32,7 @@ def run_trace(files: list[Path], output: Path | None, *, as_json: bool) -> int:
             traces.append(load(file))
             good.append(file)
         except (TelegradError, OSError) as error:
-            error_console().print(f"telegrad trace: {error}", markup=False)
+            error_console().print(clean_lines(f"telegrad trace: {error}"), markup=False)
     if not good:
         raise Stopped("nothing is left to sum up")
     trace = traces[0] if len(good) == 1 else merge(good)
@@ -67,11 +68,11 @@ def narrow(summary: Summary) -> Iterator[str]:
 
     yield f"{duration(told['length'] / steps / 1e6)} a step"
     for name, worker in told["workers"].items():
-        yield f"{name}, {size(worker['bytes_out'])} in {worker['messages_out']} messages"
+        yield f"{clean(name)}, {size(worker['bytes_out'])} in {worker['messages_out']} messages"
         for state, title in TITLES.items():
             yield line(title, worker[state])
     yield "critical path"
     for link in told["critical_path"][:5]:
-        yield line(f"{link['worker']}: {link['name']}", link["time"])
+        yield line(clean(f"{link['worker']}: {link['name']}"), link["time"])
     for name, why in told["missing"].items():
-        yield f"{name} is missing: {why}"
+        yield clean(f"{name} is missing: {why}")

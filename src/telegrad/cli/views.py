@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..observing import Look, Report, Seen
+from ..text import clean
 from .figures import count, duration, number, size
 
 ANSWERS, SILENT, GONE = "answers", "no answer", "gone"
@@ -97,7 +98,7 @@ class Column:
 
 
 COLUMNS = (
-    Column("worker", lambda row: row.name, 0),
+    Column("worker", lambda row: clean(row.name), 0),
     Column("calls/s", lambda row: number(row.calls_per_second), 1),
     Column("in/s", lambda row: size(row.bytes_in_per_second), 2),
     Column("out/s", lambda row: size(row.bytes_out_per_second), 3),
@@ -148,7 +149,7 @@ def table(rows: list[Row], width: int) -> Table:
         cells = [cells[at] for _, cells in chosen]
         if row.state != ANSWERS:
             cells[1 : len(cells)] = [row.state, *[""] * (len(cells) - 2)][: len(cells) - 1]
-        made.add_row(*cells, style={GONE: "red", SILENT: "yellow"}.get(row.state))
+        made.add_row(*map(Text, cells), style={GONE: "red", SILENT: "yellow"}.get(row.state))
     return made
 
 
@@ -162,7 +163,7 @@ class View:
     note: str = "q: quit"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(f"telegrad top {self.address}", style="bold", overflow="ellipsis", no_wrap=True)
+        yield Text(clean(f"telegrad top {self.address}"), style="bold", overflow="ellipsis", no_wrap=True)
         for line in summary(self.rows, self.world_size):
             yield Text(line, overflow="fold")
         yield Text("")
@@ -172,7 +173,9 @@ class View:
             yield Text(f"and {len(self.rows) - room} more that do not fit here", style="dim")
         for row in self.rows[:room]:
             if row.state == SILENT:
-                yield Text(f"{row.name}: {row.problem}", style="yellow", overflow="ellipsis", no_wrap=True)
+                yield Text(
+                    clean(f"{row.name}: {row.problem}"), style="yellow", overflow="ellipsis", no_wrap=True
+                )
         yield Text(self.note, style="dim", overflow="ellipsis", no_wrap=True)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..gradients.snapshot import Leaf, Node, Operation, Root, Send
+from ..text import clean
 
 if TYPE_CHECKING:
     from .graph import Graph, WorkerPart
@@ -23,7 +24,7 @@ def outline(graph: Graph) -> str:
         lines.append("nothing that requires grad was sent in this context yet")
     elif all(node.active is None for node in graph.nodes):
         lines.append("what the loss leads to is not known: give it as roots=[loss]")
-    return "\n".join([*lines, *pass_lines(graph)])
+    return "\n".join(map(clean, [*lines, *pass_lines(graph)]))
 
 
 def _worker_lines(graph: Graph, part: WorkerPart) -> list[str]:

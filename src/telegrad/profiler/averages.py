@@ -8,6 +8,7 @@ from typing import Any
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
+from ..text import clean
 from .timeline import ChromeEvent
 
 _OPERATORS = frozenset(("cpu_op", "user_annotation", "python_function"))
@@ -29,8 +30,8 @@ def function_events(events: Sequence[ChromeEvent], ids: Mapping[int, int], *, pe
         args = event.get("args", {})
         function = FunctionEvent(
             id=number,
-            name=event["name"],
-            trace_name=event["name"],
+            name=clean(event["name"]),
+            trace_name=clean(event["name"]),
             thread=threads.setdefault((event["pid"], event["tid"]), len(threads) + 1),
             start_us=event["ts"],
             end_us=event["ts"] + event["dur"],

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..text import clean
 from .breakdown import STATES, Interval, breakdown
 from .critical_path import Link, critical_path
 from .timeline import MESSAGES, ChromeEvent
@@ -89,12 +90,13 @@ class Summary:
                 f"{_time(worker.time[state] / per)} {_share(worker.time[state], self.length)}"
                 for state in STATES
             ]
-            rows.append([worker.name, *times, str(worker.messages_out), _bytes(worker.bytes_out)])
+            rows.append([clean(worker.name), *times, str(worker.messages_out), _bytes(worker.bytes_out)])
         return rows
 
     def _notes(self) -> list[str]:
         found = [f"worker {w.name!r}: {w.note}" for w in self.workers if w.note]
-        return found + [f"worker {name!r} is missing: {why}" for name, why in self.missing.items()]
+        found += [f"worker {name!r} is missing: {why}" for name, why in self.missing.items()]
+        return [clean(note) for note in found]
 
     def _path_lines(self) -> list[str]:
         if not self.path:
@@ -103,7 +105,9 @@ class Summary:
         lines = ["critical path, the longest first:"]
         for worker, what, name, time in shares[:_SHOWN]:
             per_step = _time(time / max(self.steps, 1))
-            lines.append(f"  {per_step:>9} {_share(time, self.length):>4}  {worker}: {_link(what, name)}")
+            lines.append(
+                f"  {per_step:>9} {_share(time, self.length):>4}  {clean(worker)}: {_link(what, clean(name))}"
+            )
         if len(shares) > _SHOWN:
             rest = sum(time for *_, time in shares[_SHOWN:])
             lines.append(
@@ -130,7 +134,7 @@ class Summary:
         for place, title in enumerate(self._header()):
             table.add_column(title, justify="right" if place else "left")
         for row in self._rows():
-            table.add_row(*row)
+            table.add_row(*map(Text, row))
         return Group(table, *map(Text, [*self._path_lines(), *self._notes()]))
 
 

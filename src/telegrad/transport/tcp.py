@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from ..config import Options
-from ..errors import AddressError, ConnectError
+from ..errors import AddressError, ConnectError, NoRouteError
 from ..messages import Hello
 from .base import Connection, Listener, Transport
 from .handshake import greet, welcome
@@ -41,7 +41,7 @@ class TcpTransport(Transport):
             peer = welcome(sock, answer, self._options.connect_timeout)
             return TcpConnection(sock, peer, self._lease, self._options)
 
-        host = self._options.tcp_host
+        host = "127.0.0.1" if self._options.tcp_host is None else self._options.tcp_host
         _check_listening_host(host, allowed=self._options.insecure_listen_beyond_loopback)
         try:
             family, target = _resolve(host, 0)
@@ -60,6 +60,15 @@ class TcpTransport(Transport):
             family, target = _resolve(host, int(port))
         except OSError as error:
             raise ConnectError(f"nobody answers at {address}: {error}") from error
+        if (
+            not self._options.insecure_listen_beyond_loopback
+            and not ipaddress.ip_address(target[0]).is_loopback
+        ):
+            raise NoRouteError(
+                f"{address} is beyond the loopback, and this worker dials no such address: there is no authentication. "
+                "On a network where you trust everybody, set Options(tcp_host=ADDRESS, "
+                "insecure_listen_beyond_loopback=True) on this worker, with an address of this host"
+            )
         sock = connect_socket(family, target, address, timeout)
         try:
             peer = greet(sock, hello, address, deadline - time.monotonic())
