@@ -37,7 +37,9 @@ Result = TypeVar("Result")
 
 _AGAIN = 0.1  # seconds; a Ctrl-C that follows a deferred one sooner is a key that repeats, not a second one
 
-_deferred: list[float] = []  # when the interrupt came that waits for the end of a section; the main thread's own
+_deferred: list[
+    float
+] = []  # when the interrupt came that waits for the end of a section; the main thread's own
 _previous: Callable[[int, Any], Any] = signal.default_int_handler
 _users = 0  # workers that live in this process; the main thread's own
 

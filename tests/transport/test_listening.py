@@ -20,6 +20,7 @@ from telegrad.errors import AddressError, ConnectError, ConnectionClosedError, V
 from telegrad.messages import WIRE_VERSION, Hello
 from telegrad.rendezvous import Group
 from telegrad.threads import Threads
+from telegrad.transport.base import CrossingError
 from telegrad.transport.handshake import GREETING, GREETING_MAGIC, MAX_GREETING
 from telegrad.transport.poller import Poller
 from telegrad.transport.tcp import TcpTransport
@@ -113,7 +114,7 @@ def test_a_peer_of_another_version_is_told_ours(transport, caplog):
         raw.send(greeting(b"whatever a later version says", version=WIRE_VERSION + 1))
         version, reason = read_greeting(raw)
         assert version == WIRE_VERSION
-        assert reason == f"only wire version {WIRE_VERSION} is spoken here"
+        assert reason == [f"only wire version {WIRE_VERSION} is spoken here", False]
         assert raw.is_closed_by_peer()
         raw.close()
         good = host.way.connect(host.address, NEAR, WAIT)
@@ -164,7 +165,7 @@ def test_a_listener_of_another_version_is_a_version_error():
         (GREETING.pack(GREETING_MAGIC, WIRE_VERSION, MAX_GREETING + 1), "no telegrad worker answers"),
         (greeting(b"\xc1"), "no telegrad worker answers"),
         (greeting(msgspec.msgpack.encode({"group": 1})), "no telegrad worker answers"),
-        (greeting(msgspec.msgpack.encode("go away")), "refuses the connection: go away"),
+        (greeting(msgspec.msgpack.encode(("go away", False))), "refuses the connection: go away"),
         (greeting(msgspec.msgpack.encode(NEAR)), "worker 'near' with id 1 answers at .*, not id 2"),
     ],
 )
@@ -205,6 +206,38 @@ def test_a_greeting_cut_short_anywhere_is_refused(transport):
             assert raw.is_closed_by_peer()
             raw.close()
         assert not host.accepted
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+def test_a_connection_exists_when_the_peer_has_confirmed_it(transport):
+    """A peer that gives up before it has the answer, or before it says so, has made no connection."""
+    answered, failed = [], threading.Event()
+
+    def answer(hello: Hello) -> Hello:
+        answered.append(hello)
+        return FAR
+
+    with hosting(transport, answer=answer) as host:
+        host.listener._on_failed = lambda hello: failed.set() if hello is answered[0] else None
+        raw = host.knock()
+        raw.send(greeting(msgspec.msgpack.encode(NEAR)))
+        read_greeting(raw)
+        assert answered == [NEAR] and not host.accepted
+        raw.close()
+        assert failed.wait(WAIT)
+        assert not host.accepted
+        host.way.connect(host.address, NEAR, WAIT).dispose()
+        assert host.arrived.wait(WAIT)
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+def test_a_refusal_of_a_crossing_is_told_from_others(transport):
+    def answer(hello: Hello) -> Hello:
+        raise CrossingError("mine is coming")
+
+    with hosting(transport, answer=answer) as host:
+        with pytest.raises(CrossingError, match="refuses the connection: mine is coming"):
+            host.way.connect(host.address, NEAR, WAIT)
 
 
 @pytest.mark.parametrize("transport", STREAMS)

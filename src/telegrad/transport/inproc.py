@@ -14,7 +14,17 @@ from collections.abc import Callable, Sequence
 from ..config import SHARED_MEMORY_FROM, Options
 from ..errors import ConnectError, ConnectionClosedError, TelegradError, TooLargeError
 from ..messages import Hello
-from .base import FORKED, Buffer, Connection, ConnectionStatistics, Frames, Listener, Transport
+from .base import (
+    FORKED,
+    Buffer,
+    Connection,
+    ConnectionStatistics,
+    CrossingError,
+    Frames,
+    Listener,
+    Transport,
+    ignore,
+)
 from .listening import split_address
 from .shm import SegmentPool, aligned, copy_into
 
@@ -203,13 +213,20 @@ class InprocTransport(Transport):
         self._options = options
 
     def listen(
-        self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]
+        self,
+        answer: Callable[[Hello], Hello],
+        on_connection: Callable[[Connection], None],
+        on_failed: Callable[[Hello], None] = ignore,
     ) -> Listener:
         def accept(hello: Hello, theirs: InprocConnection) -> InprocConnection:
             theirs.peer = answer(hello)
-            ours = InprocConnection(hello, self._submit, self._options)
-            ours.join(theirs)
-            on_connection(ours)
+            try:
+                ours = InprocConnection(hello, self._submit, self._options)
+                ours.join(theirs)
+                on_connection(ours)
+            except BaseException:
+                on_failed(hello)
+                raise
             return ours
 
         return InprocListener(self._hub, accept)
@@ -223,7 +240,8 @@ class InprocTransport(Transport):
         try:
             listener.accept(hello, connection)
         except TelegradError as error:
-            raise ConnectError(f"the worker at {address} refuses the connection: {error}") from error
+            kind = CrossingError if isinstance(error, CrossingError) else ConnectError
+            raise kind(f"the worker at {address} refuses the connection: {error}") from error
         return connection
 
 
