@@ -229,7 +229,8 @@ def test_a_call_that_is_sent_as_its_context_ends_leaves_nothing(workers, held_me
         future = rpc.rpc_async("b", programs.on_b, args=(torch.ones(3, requires_grad=True), ()))
         assert held.wait(PATIENCE)
     release.set()
-    future.wait(PATIENCE)
+    with pytest.raises(errors.UnknownContextError, match="has ended on this worker"):
+        future.wait(PATIENCE)
     check_nothing_is_left(within=2.0)
 
 

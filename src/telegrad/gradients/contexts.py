@@ -136,6 +136,10 @@ class Contexts:
     def _make(self, id: int) -> Context:
         return Context(id, Graph(lambda members: self._new_group(id, members)))
 
+    def ended(self, id: int) -> Context:
+        """A stand-in for a context that has ended, for what is still sent in it."""
+        return self._make(id)
+
     def was_released(self, id: int) -> bool:
         return id in self._released
 
