@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,7 +11,12 @@ import torch
 from telegrad import errors
 from telegrad.gradients.attach import Attach
 from telegrad.gradients.contexts import Context, Contexts
-from telegrad.messages import Autograd, Entry, Envelope, Kind
+from telegrad.messages import Autograd, Entry, Envelope, Hello, Kind
+
+
+@dataclass(eq=False)
+class Link:
+    peer: Hello
 
 
 class Worker:
@@ -63,5 +69,5 @@ def test_a_context_that_ends_while_its_message_is_read():
     worker.end_before("merge", context)
     message = (2 << 48) + 1
     said = Autograd(context.id, (Entry(message, context.id, ()),))
-    worker.attach.merge(Envelope(Kind.REPLY, message, autograd=said), "wire")
+    worker.attach.merge(Envelope(Kind.REPLY, message, autograd=said), Link(Hello("g", 2, "peer")))
     assert len(worker.contexts.log) == 0

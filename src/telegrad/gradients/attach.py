@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import msgspec
 import torch
@@ -16,9 +17,15 @@ import torch
 from .. import current
 from ..errors import GradientError, UnknownContextError
 from ..events import logger
-from ..messages import Autograd, Entry, Envelope
+from ..messages import Autograd, Entry, Envelope, Hello
 from .contexts import Context, Contexts, Sent
 from .nodes import make_recvs
+
+
+class Link(Protocol):
+    """A connection, as far as it is needed here."""
+
+    peer: Hello
 
 
 class Attach:
@@ -106,19 +113,26 @@ class Attach:
             for entry in autograd.sent:
                 context.sends.pop(entry.id, None)
 
-    def merge(self, envelope: Envelope, connection: object) -> None:
+    def merge(self, envelope: Envelope, connection: Link) -> None:
         """Takes over what a message says. Never blocks, and runs no user code."""
         autograd = envelope.autograd
         if autograd is None:
             return
-        if self._contexts.get_or_make(autograd.context) is None:
+        context = self._contexts.get_or_make(autograd.context)
+        if context is None:
             logger.info("message %d came after the end of its context %d", envelope.id, autograd.context)
             return
+        sender = connection.peer.id
+        context.heard_from.add(sender)
         if autograd.sent:
             entries = list(autograd.sent)
             for entry in autograd.entries:
-                if entry.context == autograd.context or self._contexts.get_or_make(entry.context) is not None:
-                    entries.append(entry)
+                if entry.context != autograd.context:
+                    other = self._contexts.get_or_make(entry.context)
+                    if other is None:
+                        continue
+                    other.heard_from.add(sender)
+                entries.append(entry)
             self._contexts.log.merge(entries, connection)
 
     def context_of(self, envelope: Envelope) -> Context | None:

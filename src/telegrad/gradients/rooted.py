@@ -26,7 +26,7 @@ from ..waiter import Waiter
 from .awaited import explain, state_here
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, RootInstruction
 from .contexts import Context, Contexts
-from .host import Host, Task, tell
+from .host import Host, Task, disbelieve, tell
 from .local_pass import LatePassError, LocalPass, Roots
 from .parts import Parts
 from .planning import Plan
@@ -70,6 +70,7 @@ class RootedPasses:
 
     def __init__(self, member: Member, contexts: Contexts, parts: Parts) -> None:
         self._id = member.id
+        self._name = member.name
         self._contexts = contexts
         self._parts = parts
         self._roots: dict[int, RootedPass] = {}  # by id; its single operations are atomic
@@ -232,6 +233,10 @@ class RootedPasses:
         root = self._roots.get(pass_id)
         if root is None:
             logger.info("the report of worker %d came after the end of pass %d", peer, pass_id)
+            return None
+        if peer not in root.state.others:
+            name = self.host.name_of(peer)
+            disbelieve(self._name, name, peer, f"a report of pass {pass_id}, which it has no part in")
             return None
         if failure is None:
             self._on_success(root, peer)
