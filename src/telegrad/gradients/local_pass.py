@@ -350,6 +350,7 @@ class LocalPass:
             )
         finally:
             capture.close()
+            self.capture = None  # it refers to this pass: only the collector would find the two
         self.gradients = capture.gradients
 
     def _run_for_inputs(self, starts: Any, gradients: Any, keep: bool, begin: Begin) -> None:

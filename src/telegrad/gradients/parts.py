@@ -273,7 +273,10 @@ class Parts:
             error = raised
         if running is not None:
             running.end()
-        self.carry_out(local, local.on(lambda part: part.on_local_end(error)))
+        try:
+            self.carry_out(local, local.on(lambda part: part.on_local_end(error)))
+        finally:
+            error = None  # its traceback has this frame: only the collector would find the two
 
     def _report(self, local: LocalPass, error: BaseException | None) -> None:
         root_id = sender_of(local.pass_id)

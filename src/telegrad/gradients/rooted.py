@@ -91,13 +91,18 @@ class RootedPasses:
         root = RootedPass(pass_id, BackwardPass(self._id, plan.sends))
         self._roots[pass_id] = root
         try:
-            local = self._own_part(root, context, plan, roots, how)
-            self._run_everywhere(root, local, plan, how)
+            try:
+                local = self._own_part(root, context, plan, roots, how)
+                self._run_everywhere(root, local, plan, how)
+            finally:
+                self._roots.pop(pass_id, None)
+            if root.error is not None:
+                self._raise(root, local)
+            return local
         finally:
-            self._roots.pop(pass_id, None)
-        if root.error is not None:
-            self._raise(root, local)
-        return local
+            root.error = (
+                None  # its traceback may have frames with the pass: only the collector would find them
+            )
 
     def _own_part(self, root: RootedPass, context: Context, plan: Plan, roots: Roots, how: How) -> LocalPass:
         local = self._parts.new_of_root(root.id)
@@ -185,7 +190,10 @@ class RootedPasses:
         error, worker = root.error, root.worker
         assert error is not None
         if not isinstance(error, Exception):
-            raise error
+            try:
+                raise error
+            finally:
+                del error
         if isinstance(error, PeerLostError) and error.worker_id >= 0:
             worker = error.worker_id  # whoever noticed it
         name = self.host.name_of(worker)
