@@ -42,9 +42,8 @@ class StreamListener(Listener):
         self._answer = answer
         self._on_connection = on_connection
         self._on_failed = on_failed
-        self._lock = (
-            threading.Lock()
-        )  # guards all below, and the socket's closing against an accept under way
+        # Guards all below, and the socket's closing against an accept under way. Reentrant: a finaliser may run in it.
+        self._lock = threading.RLock()
         self._greeting: set[socket.socket] = set()  # whose handshake is under way
         self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)  # see _turn_away_locked
         self._closed = False
@@ -133,7 +132,7 @@ class StreamListener(Listener):
 
     def abandon(self) -> None:
         """In a fork: our copies go, and nobody connects to a worker that is not there."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         if not self._closed:
             self._closed = True
             self._close_descriptors()
