@@ -327,9 +327,19 @@ def test_a_worker_refuses_whom_it_does_not_expect(transport):
             way.connect(address, Hello("another group", 7, "b", to=worker.id), WAIT)
         with pytest.raises(ConnectError, match=rf"this is worker 'a' with id {worker.id}, not id 77"):
             way.connect(address, Hello(ours.group, 7, "b", to=77), WAIT)
-        connection = way.connect(address, Hello(ours.group, 7, "b", to=worker.id), WAIT)
+        hello = Hello(ours.group, 7, "b", to=worker.id)
+        connection = way.connect(address, hello, WAIT)
         assert connection.peer.name == "a"
+        with pytest.raises(ConnectError, match=r"has a connection with worker 'b' \(id 7\) already"):
+            way.connect(address, hello, WAIT)
+        assert not worker._peers.is_lost(7), "the one that was refused was no connection"
         connection.dispose()
+        deadline = time.monotonic() + WAIT
+        while not worker._peers.is_lost(7):
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.001)
+        with pytest.raises(ConnectError, match=r"has lost its connection with worker 'b' \(id 7\)"):
+            way.connect(address, hello, WAIT)
     finally:
         worker.close(graceful=False)
         poller.close()

@@ -411,6 +411,26 @@ def test_two_workers_that_dial_each_other_at_once_share_one_connection(transport
         assert [len(worker.statistics().connections) for worker in workers] == [1, 1]
 
 
+@pytest.mark.parametrize("transport", ["inproc", "unix", "tcp"])
+def test_a_connection_that_is_cut_ends_the_pair(transport):
+    """Both live on, and neither takes the other for what it was: each has dropped what it held for it."""
+    with two_workers(transport) as (one, other):
+        assert one.call("other", abs, (-1,)) == 1
+        one._peers.connection_with(other.id).abort("cut")
+        deadline = time.monotonic() + PATIENCE
+        while not (one._peers.is_lost(other.id) and other._peers.is_lost(one.id)):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        for here, there in ((one, other), (other, one)):
+            for to in (there.name, there.id):
+                with pytest.raises(errors.PeerLostError, match="has lost its connection with it"):
+                    here.call(to, abs, (-1,))
+            assert not here._peers.connections()
+            hello = Hello(here.group.name, there.id, there.name, to=here.id)
+            with pytest.raises(errors.ConnectError, match="has lost its connection with worker"):
+                here._peers._answer(hello)
+
+
 # -- names ------------------------------------------------------------------------------------------------
 
 

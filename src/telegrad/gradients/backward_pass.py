@@ -152,6 +152,11 @@ class Part:
         self.has_failed = True
         return [_INTERRUPT, _DISCARD, Report(error)]
 
+    def on_lost(self, error: BaseException) -> list[PartInstruction]:
+        """A worker is gone that gradients come from. After the report all of them have come, and the root may have
+        finished the pass already: what was reported as done must count then."""
+        return [] if self.state is State.REPORTED else self.on_local_end(error)
+
     def on_end(self, aborted: str) -> list[PartInstruction]:
         """The root's last word; or the root is gone, or the context is."""
         if self.is_over:

@@ -436,7 +436,7 @@ class Parts:
                 self.end(local, f"its root, worker {name!r}, is gone")
             elif peer in local.awaited_from.values() and not local.part.is_root:
                 # The root will know as well, but perhaps not as soon.
-                self.fail(local, lost)
+                self.carry_out(local, local.on(lambda part: part.on_lost(lost)))
 
     def end_early_ones(self) -> None:
         """Forgets gradients whose pass never began."""
