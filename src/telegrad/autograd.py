@@ -274,7 +274,7 @@ def _retrieve_context(context_id: int) -> DistAutogradContext:
 
 
 def _current_context() -> DistAutogradContext:
-    found = current_worker().attach.current()
+    found = current_worker().contexts.find(current.current_context_id())
     if found is None:
         raise GradientError(
             "Current thread doesn't have a valid autograd context. Please wrap your code using: "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from .errors import (
     CallTimeoutError,
     DecodeError,
     EncodeError,
+    GradientError,
     RemoteError,
     TooLargeError,
     TransportError,
 )
 from .events import Events, Span, logger
-from .gradients.attach import Attach
+from .gradients.attach import Attach, NoHistoryError, refuse
 from .gradients.contexts import Context
 from .messages import Call, Envelope, Failure, Kind, Reply, shortened
 from .modes import applied, restore_defaults
@@ -314,9 +316,20 @@ class Dispatch:
         decoding = None
         if self._events.subscribers:
             decoding = self._events.span("decode", "reply", envelope.id, call.peer)
+        attach = self._attach.incoming(envelope)
+        if attach is None and call.context:
+            attach = refuse
         try:
-            body = self._codec.decode(envelope, frames, self._attach.incoming(envelope))
+            body = self._codec.decode(envelope, frames, attach)
         except DecodeError as error:
+            if isinstance(error.__cause__, NoHistoryError):
+                call.make_error = partial(
+                    GradientError,
+                    f"the answer of worker {call.peer!r} to the call of {call.function} in autograd context "
+                    f"{call.context} has {error.__cause__} and no history: no gradient would go back. Has the context "
+                    "ended there?",
+                )
+                return None
             text = f"the answer of worker {call.peer!r} to the call of {call.function} cannot be rebuilt here: {error}"
             call.make_error = lambda: DecodeError(text)
             return None

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 WORKER_BITS = 15  # ids are worker_id << 48 | counter, and fit a signed 64-bit integer
 COUNTER_BITS = 48
@@ -243,6 +243,11 @@ class Hello(msgspec.Struct, frozen=True):
     def is_observer(self) -> bool:
         """Somebody looks at the group (observing.py), and is not of it."""
         return self.id < PROBE_ID
+
+
+# The answer to a Hello that is not accepted: the reason; whether it is that the two workers have a connection already,
+# or that the one who refuses is making one.
+Refusal = tuple[str, bool]
 
 
 class Member(msgspec.Struct, frozen=True):

@@ -29,8 +29,8 @@ class PendingCall(Waiter):
     """
 
     __slots__ = (
-        "caller_waits", "claimed", "connection", "deadline", "depth", "envelope", "frames", "function", "future", "id",
-        "make_error", "nbytes", "peer", "profiled", "reading", "timeout", "window",
+        "caller_waits", "claimed", "connection", "context", "deadline", "depth", "envelope", "frames", "function",
+        "future", "id", "make_error", "nbytes", "peer", "profiled", "reading", "timeout", "window",
     )  # fmt: skip
 
     def __init__(self, id: int, function: str, peer: str, timeout: float | None, depth: int) -> None:
@@ -42,6 +42,7 @@ class PendingCall(Waiter):
         self.deadline = None if timeout is None else time.monotonic() + timeout
         self.depth = depth
         self.connection: Connection | None = None
+        self.context = 0  # of autograd, in which it was sent; 0: none
         self.window: Window | None = None
         self.nbytes = 0  # counted in the window
         self.future: Future | None = None

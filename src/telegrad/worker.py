@@ -243,6 +243,8 @@ class Worker:
             if context is not None:
                 to = connection.peer.id
                 envelope = self.attach.outgoing(context, envelope, packed.tracked, connection, to)
+                if call is not None:
+                    call.context = context.id
             if packed.handles or self.references.unsettled:
                 entries = [handle.entry for handle in packed.handles]
                 envelope = self.references.outgoing(envelope, entries, connection.peer.id)

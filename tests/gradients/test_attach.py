@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
+import pytest
 import torch
 
+from telegrad import errors
 from telegrad.gradients.attach import Attach
 from telegrad.gradients.contexts import Context, Contexts
-from telegrad.messages import Autograd, Entry, Envelope, Kind
+from telegrad.messages import Autograd, Entry, Envelope, Hello, Kind
+
+
+@dataclass(eq=False)
+class Link:
+    peer: Hello
 
 
 class Worker:
@@ -35,8 +43,12 @@ def test_a_context_that_ends_before_its_message_is_attached():
     context = worker.contexts.new()
     worker.contexts.take_out(context.id)
     envelope = Envelope(Kind.CALL, worker.new_id())
-    sent = worker.attach.outgoing(context, envelope, [torch.ones(3, requires_grad=True)], "wire", 2)
+    sent = worker.attach.outgoing(context, envelope, [], "wire", 2)
     assert sent.autograd is None, "its receiver would make a context of which nobody tells it the end"
+    with pytest.raises(
+        errors.UnknownContextError, match=f"context {context.id} has 1 tensors that require grad"
+    ):
+        worker.attach.outgoing(context, envelope, [torch.ones(3, requires_grad=True)], "wire", 2)
     assert len(worker.contexts.log) == 0
 
 
@@ -45,9 +57,10 @@ def test_a_context_that_ends_while_its_message_is_attached():
     context = worker.contexts.new()
     worker.end_before("merge", context)
     envelope = Envelope(Kind.CALL, worker.new_id())
-    sent = worker.attach.outgoing(context, envelope, [torch.ones(3, requires_grad=True) * 2], "wire", 2)
-    assert sent.autograd is None
+    with pytest.raises(errors.UnknownContextError, match="the context has ended on this worker"):
+        worker.attach.outgoing(context, envelope, [torch.ones(3, requires_grad=True) * 2], "wire", 2)
     assert len(worker.contexts.log) == 0
+    assert not context.sends
 
 
 def test_a_context_that_ends_while_its_message_is_read():
@@ -56,5 +69,5 @@ def test_a_context_that_ends_while_its_message_is_read():
     worker.end_before("merge", context)
     message = (2 << 48) + 1
     said = Autograd(context.id, (Entry(message, context.id, ()),))
-    worker.attach.merge(Envelope(Kind.REPLY, message, autograd=said), "wire")
+    worker.attach.merge(Envelope(Kind.REPLY, message, autograd=said), Link(Hello("g", 2, "peer")))
     assert len(worker.contexts.log) == 0

@@ -141,6 +141,19 @@ def test_a_part_that_has_failed_is_never_committed():
     assert part.state is State.ABORTED
 
 
+def test_the_loss_of_a_worker_matters_until_the_report():
+    lost = ConnectionError("gone")
+    part = Part()
+    part.on_begin([10])
+    assert Report(lost) in part.on_lost(lost)
+    part = Part()
+    part.on_begin([10])
+    part.on_gradients(10)
+    part.on_local_end()
+    assert part.on_lost(lost) == []
+    assert part.on_end("") == [Commit()]
+
+
 # -- one worker's part, every sequence ---------------------------------------------------------------------
 
 

@@ -226,7 +226,8 @@ def test_a_call_that_is_sent_as_its_context_ends_leaves_nothing(workers, held_me
         future = rpc.rpc_async("b", programs.on_b, args=(torch.ones(3, requires_grad=True), ()))
         assert held.wait(PATIENCE)
     release.set()
-    future.wait(PATIENCE)
+    with pytest.raises(errors.UnknownContextError, match="has ended on this worker"):
+        future.wait(PATIENCE)
     check_nothing_is_left(within=2.0)
 
 
@@ -297,6 +298,22 @@ def test_a_participant_that_loses_another_blames_that_one(workers):
         assert type(error) is errors.BackwardError
         assert str(error).startswith(f"Error on Node {error.worker_id}: worker {error.worker!r} is gone")
         assert error.worker in ("b", "c")
+
+
+def test_a_participant_that_loses_another_after_its_report_keeps_what_it_reported(workers, held_messages):
+    """The root has all reports and finishes the pass: it counts on every worker, or on none."""
+    held, release = held_messages(workers["driver"], "end", to="b")
+    with autograd.context() as context_id:
+        loss = forward()
+        running = InThread(autograd.backward, context_id, [loss], timeout=PATIENCE)
+        assert held.wait(PATIENCE)
+        b, c = workers["b"], workers["c"]
+        b._peers.connection_with(c.id).abort("cut")
+        wait_until(lambda: b._peers.is_lost(c.id) and not b._threads._tasks, "the loss")
+        release.set()
+        assert running.wait().error is None
+        found = rpc.rpc_sync("b", programs.gradients_by_place, args=(context_id,))
+        assert found.keys() == {"inner", "outer"}
 
 
 # -- the pass itself --------------------------------------------------------------------------------------

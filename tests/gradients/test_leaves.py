@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from telegrad.gradients import leaves
 from telegrad.gradients.leaves import Capture, GradientTable, accumulated, leaves_are_averaged
 
 PATIENCE = 10.0  # seconds
@@ -533,3 +537,76 @@ def test_what_a_module_around_the_leaves_puts_into_grad_is_the_gradient():
     assert [found.get(leaf).tolist() for leaf in leaves] == [[3.0, 3.0]] * 2
     assert leaves[0].grad.tolist() == [7.0, 7.0]
     assert leaves[1].grad is None
+
+
+# -- forks and finalisers -----------------------------------------------------------------------------------
+
+
+def test_a_fork_does_not_wait_for_threads_that_it_does_not_have():
+    """At the moment of the fork another thread holds all that there is to hold."""
+    leaf = torch.ones(3, requires_grad=True)
+    turn = leaves._turn_of(leaf)
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with leaves._touching_grad, leaves._making_turns, turn.free:
+            held.set()
+            assert release.wait(PATIENCE)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(PATIENCE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, since Python 3.12
+        pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)  # which ends it, if it waits
+        table = GradientTable()
+        table.add(leaf, torch.ones(3))
+        table.add_to_leaves()
+        os._exit(0 if leaves._turn_of(leaf).free.acquire(blocking=False) else 1)
+    _, status = os.waitpid(pid, 0)
+    release.set()
+    thread.join(PATIENCE)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_finaliser_that_adds_gradients_while_some_are_added():
+    """Whatever dies while gradients are added up may have a `__del__` that adds up some itself."""
+    leaf, other = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    done = []
+
+    class Dying:
+        def __del__(self) -> None:
+            inner = GradientTable()
+            inner.add(other, torch.ones(3))
+            inner.add_to_leaves()
+            done.append(True)
+
+    table = GradientTable()
+    table.add(leaf, torch.ones(3))
+    leaf.grad = torch.zeros(3)
+    table._gradients[leaf] = Adding(table._gradients[leaf], [Dying()])
+    thread = threading.Thread(target=table.add_to_leaves, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert done
+    assert not thread.is_alive()
+
+
+class Adding(torch.Tensor):
+    """A gradient that lets go of something while it is added."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, keeps: list[object]) -> Adding:
+        self = torch.Tensor._make_subclass(cls, data)
+        self.keeps = keeps
+        return self
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        for arg in args:
+            if isinstance(arg, cls) and getattr(function, "__name__", "") == "add_":
+                arg.keeps.clear()
+        return super().__torch_function__(function, types, args, kwargs or {})

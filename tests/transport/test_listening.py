@@ -21,6 +21,7 @@ from telegrad.messages import WIRE_VERSION, Hello
 from telegrad.rendezvous import Group
 from telegrad.testing import read
 from telegrad.threads import Threads
+from telegrad.transport.base import CrossingError
 from telegrad.transport.handshake import GREETING, GREETING_MAGIC, MAX_GREETING
 from telegrad.transport.lease import ReadLease
 from telegrad.transport.poller import Poller
@@ -120,7 +121,7 @@ def test_a_peer_of_another_version_is_told_ours(transport, caplog):
         raw.send(greeting(b"whatever a later version says", version=WIRE_VERSION + 1))
         version, reason = read_greeting(raw)
         assert version == WIRE_VERSION
-        assert reason == f"only wire version {WIRE_VERSION} is spoken here"
+        assert reason == [f"only wire version {WIRE_VERSION} is spoken here", False]
         assert raw.is_closed_by_peer()
         raw.close()
         good = host.way.connect(host.address, NEAR, WAIT)
@@ -167,7 +168,7 @@ def test_a_listener_of_another_version_is_a_version_error():
         (GREETING.pack(GREETING_MAGIC, WIRE_VERSION, MAX_GREETING + 1), "no telegrad worker answers"),
         (greeting(b"\xc1"), "no telegrad worker answers"),
         (greeting(msgspec.msgpack.encode({"group": 1})), "no telegrad worker answers"),
-        (greeting(msgspec.msgpack.encode("go away")), "refuses the connection: go away"),
+        (greeting(msgspec.msgpack.encode(("go away", False))), "refuses the connection: go away"),
         (greeting(msgspec.msgpack.encode(NEAR)), "worker 'near' with id 1 answers at .*, not id 2"),
     ],
 )
@@ -208,6 +209,38 @@ def test_a_greeting_cut_short_anywhere_is_refused(transport):
             assert raw.is_closed_by_peer()
             raw.close()
         assert not host.accepted
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+def test_a_connection_exists_when_the_peer_has_confirmed_it(transport):
+    """A peer that gives up before it has the answer, or before it says so, has made no connection."""
+    answered, failed = [], threading.Event()
+
+    def answer(hello: Hello) -> Hello:
+        answered.append(hello)
+        return FAR
+
+    with hosting(transport, answer=answer) as host:
+        host.listener._on_failed = lambda hello: failed.set() if hello is answered[0] else None
+        raw = host.knock()
+        raw.send(greeting(msgspec.msgpack.encode(NEAR)))
+        read_greeting(raw)
+        assert answered == [NEAR] and not host.accepted
+        raw.close()
+        assert failed.wait(WAIT)
+        assert not host.accepted
+        host.way.connect(host.address, NEAR, WAIT).dispose()
+        assert host.arrived.wait(WAIT)
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+def test_a_refusal_of_a_crossing_is_told_from_others(transport):
+    def answer(hello: Hello) -> Hello:
+        raise CrossingError("mine is coming")
+
+    with hosting(transport, answer=answer) as host:
+        with pytest.raises(CrossingError, match="refuses the connection: mine is coming"):
+            host.way.connect(host.address, NEAR, WAIT)
 
 
 @pytest.mark.parametrize("transport", STREAMS)
@@ -304,9 +337,20 @@ def test_a_worker_refuses_whom_it_does_not_expect(transport):
             way.connect(address, Hello("another group", 7, "b", to=worker.id), WAIT)
         with pytest.raises(ConnectError, match=rf"this is worker 'a' with id {worker.id}, not id 77"):
             way.connect(address, Hello(ours.group, 7, "b", to=77), WAIT)
-        connection = way.connect(address, Hello(ours.group, 7, "b", to=worker.id), WAIT)
+        hello = Hello(ours.group, 7, "b", to=worker.id)
+        connection = way.connect(address, hello, WAIT)
         assert connection.peer.name == "a"
+        with pytest.raises(ConnectError, match=r"has a connection with worker 'b' \(id 7\) already"):
+            way.connect(address, hello, WAIT)
+        assert not worker._peers.is_lost(7), "the one that was refused was no connection"
         connection.dispose()
+        connection.lease.wait(0)  # the holder comes round
+        deadline = time.monotonic() + WAIT
+        while not worker._peers.is_lost(7):
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.001)
+        with pytest.raises(ConnectError, match=r"has lost its connection with worker 'b' \(id 7\)"):
+            way.connect(address, hello, WAIT)
 
 
 # -- addresses -------------------------------------------------------------------------------------------

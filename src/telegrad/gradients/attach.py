@@ -9,16 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import msgspec
 import torch
 
 from .. import current
-from ..errors import GradientError
+from ..errors import GradientError, UnknownContextError
 from ..events import logger
-from ..messages import Autograd, Entry, Envelope
+from ..messages import Autograd, Entry, Envelope, Hello
 from .contexts import Context, Contexts, Sent
 from .nodes import make_recvs
+
+
+class Link(Protocol):
+    """A connection, as far as it is needed here."""
+
+    peer: Hello
 
 
 class Attach:
@@ -37,14 +44,18 @@ class Attach:
         connection: object,
         to: int,
     ) -> Envelope:
-        """The envelope with what the message says of gradients. `connection` is how it will go, `to` whom."""
+        """The envelope with what the message says of gradients. `connection` is how it will go, `to` whom.
+
+        Raises:
+            UnknownContextError: the context has ended, and a tensor of the message requires grad.
+        """
         if to != self._worker_id:
             context.known_workers.add(to)
         during, done = current.current_pass_id(), False
         if envelope.autograd is not None:
             during, done = envelope.autograd.during, envelope.autograd.done
         if self._contexts.find(context.id) is None:
-            return envelope  # it has just ended, and nobody would tell the receiver
+            return self._outside(context, envelope, tensors)
         if not tensors:
             return _with(envelope, Autograd(context.id, during=during, done=done))
         sent = [self._send(context, envelope.id, place, tensors, to) for place in range(len(tensors))]
@@ -55,7 +66,7 @@ class Attach:
             context.sends[s.id] = s
         if self._contexts.find(context.id) is None:
             context.clear()
-            return envelope
+            return self._outside(context, envelope, tensors)
         depends_on = [id for entry in own for id in entry.depends_on]
         if not depends_on:
             return _with(envelope, Autograd(context.id, own, during=during, done=done))
@@ -66,6 +77,17 @@ class Attach:
                 if (other := self._contexts.find(entry.context)) is not None:
                     other.known_workers.add(to)
         return _with(envelope, Autograd(context.id, own, entries, during, done))
+
+    def _outside(self, context: Context, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> Envelope:
+        """The envelope of a message whose context has ended. It does not name the context: nobody would tell the
+        receiver of its end. Tensors without their history would be leaves there, and gradients silently missing."""
+        if tensors:
+            raise UnknownContextError(
+                f"a message in autograd context {context.id} has {len(tensors)} tensors that require grad, but the "
+                f"context has ended on this worker (id {self._worker_id}): their history cannot be recorded. Wait for "
+                "calls before their context ends, or detach() what they send and return"
+            )
+        return envelope
 
     def _send(
         self, context: Context, message: int, place: int, tensors: Sequence[torch.Tensor], to: int
@@ -91,29 +113,41 @@ class Attach:
             for entry in autograd.sent:
                 context.sends.pop(entry.id, None)
 
-    def merge(self, envelope: Envelope, connection: object) -> None:
+    def merge(self, envelope: Envelope, connection: Link) -> None:
         """Takes over what a message says. Never blocks, and runs no user code."""
         autograd = envelope.autograd
         if autograd is None:
             return
-        if self._contexts.get_or_make(autograd.context) is None:
+        context = self._contexts.get_or_make(autograd.context)
+        if context is None:
             logger.info("message %d came after the end of its context %d", envelope.id, autograd.context)
             return
+        sender = connection.peer.id
+        context.heard_from.add(sender)
         if autograd.sent:
             entries = list(autograd.sent)
             for entry in autograd.entries:
-                if entry.context == autograd.context or self._contexts.get_or_make(entry.context) is not None:
-                    entries.append(entry)
+                if entry.context != autograd.context:
+                    other = self._contexts.get_or_make(entry.context)
+                    if other is None:
+                        continue
+                    other.heard_from.add(sender)
+                entries.append(entry)
             self._contexts.log.merge(entries, connection)
 
     def context_of(self, envelope: Envelope) -> Context | None:
-        """The context that a message belongs to, while it lives."""
-        return None if envelope.autograd is None else self._contexts.find(envelope.autograd.context)
+        """The context that a message belongs to; a stand-in if it has ended."""
+        autograd = envelope.autograd
+        if autograd is None:
+            return None
+        return self._contexts.find(autograd.context) or self._contexts.ended(autograd.context)
 
     def current(self) -> Context | None:
-        """The context that this code runs in, while it lives."""
+        """The context that this code runs in; a stand-in if it has ended."""
         id = current.current_context_id()
-        return self._contexts.find(id) if id else None
+        if not id:
+            return None
+        return self._contexts.find(id) or self._contexts.ended(id)
 
     def incoming(self, envelope: Envelope) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] | None:
         """What gives the tensors of a message their history; None for a message with no Send."""
@@ -134,6 +168,15 @@ class Attach:
             for id, tensor in zip(ids, received, strict=True):
                 context.received[id] = tensor.grad_fn
         return received
+
+
+class NoHistoryError(GradientError):
+    """Inside the codec: tensors require grad and come without a history."""
+
+
+def refuse(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Takes the place of `incoming` where a message must not bring leaves."""
+    raise NoHistoryError(f"{len(tensors)} tensors that require grad")
 
 
 def _with(envelope: Envelope, autograd: Autograd) -> Envelope:

@@ -152,6 +152,11 @@ class Part:
         self.has_failed = True
         return [_INTERRUPT, _DISCARD, Report(error)]
 
+    def on_lost(self, error: BaseException) -> list[PartInstruction]:
+        """A worker is gone that gradients come from. After the report all of them have come, and the root may have
+        finished the pass already: what was reported as done must count then."""
+        return [] if self.state is State.REPORTED else self.on_local_end(error)
+
     def on_end(self, aborted: str) -> list[PartInstruction]:
         """The root's last word; or the root is gone, or the context is."""
         if self.is_over:
@@ -169,8 +174,8 @@ class BackwardPass:
 
     def __init__(self, root: int, participants: Iterable[int]) -> None:
         self._root = root
-        self._others = tuple(sorted(set(participants) - {root}))
-        self.missing = {root, *self._others}  # have not reported yet
+        self.others = tuple(sorted(set(participants) - {root}))  # the workers that take part beside the root
+        self.missing = {root, *self.others}  # have not reported yet
         self.is_over = False
 
     def on_report(self, worker: int, error: BaseException | None) -> list[RootInstruction]:
@@ -182,11 +187,11 @@ class BackwardPass:
         if self.missing:
             return []
         self.is_over = True
-        return [Finish(self._others), Complete(None)]
+        return [Finish(self.others), Complete(None)]
 
     def on_lost(self, worker: int, error: BaseException) -> list[RootInstruction]:
         """A worker is gone. It matters only if it takes part."""
-        if self.is_over or (worker not in self._others):
+        if self.is_over or (worker not in self.others):
             return []
         return self._fail(error, worker)
 
@@ -196,7 +201,7 @@ class BackwardPass:
 
     def _fail(self, error: BaseException, worker: int) -> list[RootInstruction]:
         self.is_over = True
-        return [Abort(self._others, f"{type(error).__name__}: {text_of(error)}"), Complete(error, worker)]
+        return [Abort(self.others, f"{type(error).__name__}: {text_of(error)}"), Complete(error, worker)]
 
 
 class ProtocolViolationError(RuntimeError):

@@ -76,6 +76,9 @@ class Context:
     sends: dict[int, Sent] = field(default_factory=dict)  # by id
     received: dict[int, Node] = field(default_factory=dict)  # Recv nodes, by the ids of their tensors
     known_workers: set[int] = field(default_factory=set)  # ids of those that it was sent to
+    heard_from: set[int] = field(
+        default_factory=set
+    )  # ids of those who sent it here, and will tell of its end
     gradients: GradientTable = field(default_factory=GradientTable)
     failed: PartState | None = None  # what the last pass awaited here, if it failed; numbers only
 
@@ -96,28 +99,28 @@ class Contexts:
         self._worker_id = worker_id
         self._new_id = new_id
         self._lock = threading.RLock()  # guards all below; held for a moment only
-        self._live: dict[int, Context] = {}
-        self.log = Log(self._live.__contains__)
+        self.live: dict[int, Context] = {}  # by id; single lookups go without the lock
+        self.log = Log(self.live.__contains__)
         self._released: OrderedDict[int, None] = OrderedDict()  # tombstones, the oldest first
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self.live)
 
     def new(self) -> Context:
         id = self._new_id()
         with self._lock:
-            context = self._live[id] = self._make(id)
+            context = self.live[id] = self._make(id)
         return context
 
     def find(self, id: int) -> Context | None:
-        return self._live.get(id)
+        return self.live.get(id)
 
     def get(self, id: int) -> Context:
         """
         Raises:
             UnknownContextError: it is not known here.
         """
-        context = self._live.get(id)
+        context = self.live.get(id)
         if context is None:
             why = "it has ended" if id in self._released else "no message of it has come here"
             raise UnknownContextError(f"Could not find autograd context with id: {id} ({why})")
@@ -125,27 +128,31 @@ class Contexts:
 
     def get_or_make(self, id: int) -> Context | None:
         """The context of a message that has come; None if it has ended."""
-        context = self._live.get(id)
+        context = self.live.get(id)
         if context is not None:
             return context
         with self._lock:
             if id in self._released:
                 return None
-            return self._live.setdefault(id, self._make(id))
+            return self.live.setdefault(id, self._make(id))
 
     def _make(self, id: int) -> Context:
         return Context(id, Graph(lambda members: self._new_group(id, members)))
+
+    def ended(self, id: int) -> Context:
+        """A stand-in for a context that has ended, for what is still sent in it."""
+        return self._make(id)
 
     def was_released(self, id: int) -> bool:
         return id in self._released
 
     def of_owner(self, worker_id: int) -> list[Context]:
         with self._lock:
-            return [c for c in self._live.values() if c.owner == worker_id]
+            return [c for c in self.live.values() if c.owner == worker_id]
 
     def all(self) -> list[Context]:
         with self._lock:
-            return list(self._live.values())
+            return list(self.live.values())
 
     def find_sent(self, context: Context, id: int) -> Sent:
         """A tensor that this worker has sent, in this context or another one.
@@ -162,6 +169,14 @@ class Contexts:
                 raise GradientError(f"Could not find send function for autograd message id: {id}")
         return sent
 
+    def receiver_of(self, message: int) -> int | None:
+        """The worker that a message with tensors that require grad was sent to, in any context; None if this worker
+        has sent none, or its context has ended."""
+        for context in self.all():
+            if (sent := context.sends.get(message)) is not None:  # its first tensor has its id
+                return sent.to
+        return None
+
     def find_received(self, id: int) -> Node:
         """The Recv of a tensor that has come here, in any context.
 
@@ -176,7 +191,7 @@ class Contexts:
     def take_out(self, id: int) -> Context | None:
         """Ends a context here. Returns it, if it was live: there may be more to do."""
         with self._lock:
-            context = self._live.pop(id, None)
+            context = self.live.pop(id, None)
             self._released[id] = None
             if len(self._released) > _TOMBSTONES:
                 self._released.popitem(last=False)

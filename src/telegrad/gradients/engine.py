@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..errors import GradientError, NotStartedError, PeerLostError, UnknownContextError
-from ..messages import Begin, Done, End, Envelope, Kind, Member, Release
+from ..messages import COUNTER_BITS, Begin, Done, End, Envelope, Kind, Member, Release, sender_of
 from .contexts import Context, Contexts
-from .host import Host, Task, tell
+from .host import Host, Task, disbelieve, tell
 from .local_pass import Gradient, Roots
 from .parts import Parts
 from .planning import Planner, checked_roots, edge_of, no_leaves
@@ -129,17 +129,21 @@ class Engine:
     def on_message(self, peer: int, envelope: Envelope, frames: Any) -> Task | None:
         """A message of a pass has come. Called while reading: what takes longer is returned."""
         if envelope.kind == Kind.GRADIENTS:
-            task = self.parts.on_gradients(envelope, frames)
+            task = self.parts.on_gradients(peer, envelope, frames)
             if envelope.autograd is not None and envelope.autograd.done:
                 self.rooted.on_done(peer, envelope.autograd.during, None)
             return task
         match self.host.open_control(envelope, frames):
             case Begin() as begin:
-                return self.parts.on_begin(begin, envelope.depth)
+                if begin.pass_id >> COUNTER_BITS == peer:
+                    return self.parts.on_begin(begin, envelope.depth)
+                self._disbelieve(peer, f"the begin of pass {begin.pass_id}, whose root it is not")
             case Done(pass_id, failure):
                 return self.rooted.on_done(peer, pass_id, failure)
             case End(pass_id, aborted):
-                return self.parts.on_end(pass_id, aborted)
+                if pass_id >> COUNTER_BITS == peer:
+                    return self.parts.on_end(pass_id, aborted)
+                self._disbelieve(peer, f"the end of pass {pass_id}, whose root it is not")
             case Release(context_id):
                 return partial(self._on_release, context_id, peer)
         return None
@@ -164,7 +168,16 @@ class Engine:
             tell(self.host, worker, Kind.RELEASE, Release(context_id))
 
     def _on_release(self, context_id: int, told_by: int) -> None:
-        self.release(context_id, told_by=told_by)
+        """A worker tells of the end of a context: its owner, or one that has told of the context itself. From any other
+        it is not believed: a context that is not known here must not be buried before its first message comes."""
+        context = self._contexts.find(context_id)
+        if told_by == sender_of(context_id) or (context is not None and told_by in context.heard_from):
+            self.release(context_id, told_by=told_by)
+        elif context is not None:
+            self._disbelieve(told_by, f"the end of context {context_id}, which it has no part in")
+
+    def _disbelieve(self, peer: int, what: str) -> None:
+        disbelieve(self._name, self.host.name_of(peer), peer, what)
 
     def _end_passes_of(self, context: Context) -> None:
         ended = UnknownContextError(f"context {context.id} ended while its backward pass ran")

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ..errors import TelegradError
 from ..events import Events, logger
-from ..messages import End, Envelope, Failure, Kind, Release
+from ..messages import Done, End, Envelope, Failure, Kind, Release
 from ..waiter import Waiter
 from .contexts import Context
 
@@ -45,9 +45,15 @@ class Host(Protocol):
     def open_control(self, envelope: Envelope, frames: Any) -> Any: ...
 
 
-def tell(host: Host, worker: int, kind: Kind, body: End | Release, timeout: float | None = 1.0) -> None:
-    """Says something that nobody answers. Whoever is gone needs not hear it; who does not take it now hears it
-    later."""
+def disbelieve(name: str, peer: str, peer_id: int, what: str) -> None:
+    """Warns of a message that its sender had no right to send, and that is dropped."""
+    logger.warning("worker %r: worker %r (id %d) has sent %s; this is dropped", name, peer, peer_id, what)
+
+
+def tell(
+    host: Host, worker: int, kind: Kind, body: Done | End | Release, timeout: float | None = 1.0
+) -> None:
+    """Sends a one-way message. A lost peer is ignored; after a write timeout the send goes on in the background."""
     try:
         host.post(worker, Envelope(kind, host.new_message_id()), body, timeout, None)
     except TimeoutError:

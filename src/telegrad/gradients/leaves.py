@@ -7,6 +7,7 @@ GradientTable  of one context (or of one pass): the gradient of each leaf
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -124,8 +125,8 @@ def _references_of_free_one() -> tuple[int, int]:
 
 
 # Two threads must never touch one leaf's `.grad` at the same time: not even to read it is safe in torch. Held for a
-# moment only.
-_touching_grad = threading.Lock()
+# moment only. Reentrant: a finaliser may run in it.
+_touching_grad = threading.RLock()
 
 # Note [post-accumulate hooks]
 # They run inside of AccumulateGrad and look at the leaf's `.grad`. So for a leaf that has any, `.grad` is set aside
@@ -145,7 +146,7 @@ class _Turn:
 
 
 _turns: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by leaf
-_making_turns = threading.RLock()
+_making_turns = threading.RLock()  # guards _turns
 _LONGEST_HOOK = 60.0  # seconds
 
 
@@ -180,7 +181,8 @@ class Capture:
     def __init__(self, is_ours: Callable[[], bool]) -> None:
         self._is_ours = is_ours
         self._free = _references_of_free_one()
-        self._lock = threading.Lock()  # device threads of the engine add at the same time
+        # Guards the gradients: device threads of the engine add at the same time. Reentrant: a finaliser may run in it.
+        self._lock = threading.RLock()
         self._cleanup: list[Callable[[], None]] = []
         # By address: gradients that several hold. The last of them must not take it for its own: a Function or a hook
         # that has handed it out may have kept the address.
@@ -301,6 +303,16 @@ class Capture:
         for undo in self._cleanup:
             undo()
         self._cleanup.clear()
+
+
+def _in_child() -> None:
+    """In a fork: the threads that held these, or had their turn with a leaf, are not there."""
+    global _touching_grad, _making_turns
+    _touching_grad, _making_turns = threading.RLock(), threading.RLock()
+    _turns.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:

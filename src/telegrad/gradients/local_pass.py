@@ -345,6 +345,7 @@ class LocalPass:
             interruptible(_run_backward, starts, gradients, keep, begin.create_graph, (), *_INTO_LEAVES)
         finally:
             capture.close()
+            self.capture = None  # it refers to this pass: only the collector would find the two
         self.gradients = capture.gradients
 
     def _run_for_inputs(self, starts: Any, gradients: Any, keep: bool, begin: Begin) -> None:

@@ -16,6 +16,7 @@ engine: see `running`.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -92,6 +93,15 @@ def starting(pass_: Running | None) -> None:
 def _has_started() -> None:
     if _before_beacon and (event := _before_beacon.pop(threading.get_ident(), None)) is not None:
         event.set()
+
+
+def _in_child() -> None:
+    """In a fork: engine calls of threads that are not there."""
+    _running.clear()
+    _before_beacon.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def has_devices() -> bool:

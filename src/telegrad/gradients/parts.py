@@ -18,7 +18,14 @@ import torch
 
 from .. import current
 from ..config import SHARED_MEMORY_FROM
-from ..errors import GradientError, NotStartedError, PeerLostError, TooLargeError, text_of
+from ..errors import (
+    GradientError,
+    NotStartedError,
+    PeerLostError,
+    TooLargeError,
+    UnknownContextError,
+    text_of,
+)
 from ..events import logger
 from ..messages import (
     Autograd,
@@ -47,7 +54,7 @@ from .backward_pass import (
     Wake,
 )
 from .contexts import Context, Contexts
-from .host import Host, Task
+from .host import Host, Task, disbelieve, tell
 from .local_graph import Node
 from .local_pass import Gradient, LocalPass, Surroundings
 from .log import flatten_groups
@@ -130,13 +137,20 @@ class Parts:
     # -- what comes for them: while reading, so nothing may block or run users' code -------------------
 
     def on_begin(self, begin: Begin, depth: int) -> Task | None:
-        local = self._local(begin.pass_id)
+        root_id = sender_of(begin.pass_id)
         context = self._contexts.get_or_make(begin.context)
+        local = None if context is None else self._local(begin.pass_id)
         if local is None or context is None:
-            logger.info("the begin of pass %d came after the end of it or its context", begin.pass_id)
-            return None
+            what = f"the begin of pass {begin.pass_id} came after the end of it or its context"
+            logger.info("%s", what)
+            self.on_end(begin.pass_id, what)  # gradients may have come before
+            ended = UnknownContextError(
+                f"{what} {begin.context} on worker {self._name!r}: what it had for the context is gone there"
+            )
+            return partial(self._refuse, begin.pass_id, root_id, ended)
+        context.heard_from.add(root_id)
         local.context, local.begin, local.depth = context, begin, depth
-        local.root_name = self.host.name_of(sender_of(begin.pass_id))
+        local.root_name = self.host.name_of(root_id)
         if begin.timeout is not None:
             local.deadline = time.monotonic() + begin.timeout + _GRACE
         try:
@@ -146,9 +160,25 @@ class Parts:
             return self._later(local, local.on(lambda part: part.on_local_end(failed)))
         return self._later(local, local.on(lambda part: part.on_begin(messages)))
 
-    def on_gradients(self, envelope: Envelope, frames: Any) -> Task | None:
-        pass_id = envelope.autograd.during if envelope.autograd is not None else 0
-        local = self._local(pass_id)
+    def _refuse(self, pass_id: int, root_id: int, error: BaseException) -> None:
+        """Tells a root that its pass cannot be begun here: it would wait for this worker until its time is over."""
+        tell(self.host, root_id, Kind.DONE, Done(pass_id, self.host.encode_error(error, root_id)))
+
+    def on_gradients(self, peer: int, envelope: Envelope, frames: Any) -> Task | None:
+        autograd, message = envelope.autograd, envelope.reply_to
+        pass_id = autograd.during if autograd is not None else 0
+        context = self._contexts.live.get(autograd.context) if autograd is not None else None
+        sent = None if context is None else context.sends.get(message)
+        if sent is None:  # it was sent in another context, or there is no such message any more
+            receiver = self._contexts.receiver_of(message)
+        else:
+            receiver = sent.to
+        is_over = pass_id in self._over or context is None
+        if receiver != peer and not is_over:
+            what = f"gradients of message {message}, which it was not sent"
+            disbelieve(self._name, self.host.name_of(peer), peer, what)
+            return None
+        local = None if is_over else self._local(pass_id)
         if local is None:
             logger.info(
                 "the gradients of message %d came after the end of pass %d", envelope.reply_to, pass_id
@@ -243,7 +273,10 @@ class Parts:
             error = raised
         if running is not None:
             running.end()
-        self.carry_out(local, local.on(lambda part: part.on_local_end(error)))
+        try:
+            self.carry_out(local, local.on(lambda part: part.on_local_end(error)))
+        finally:
+            error = None  # its traceback has this frame: only the collector would find the two
 
     def _report(self, local: LocalPass, error: BaseException | None) -> None:
         root_id = sender_of(local.pass_id)
@@ -403,7 +436,7 @@ class Parts:
                 self.end(local, f"its root, worker {name!r}, is gone")
             elif peer in local.awaited_from.values() and not local.part.is_root:
                 # The root will know as well, but perhaps not as soon.
-                self.fail(local, lost)
+                self.carry_out(local, local.on(lambda part: part.on_lost(lost)))
 
     def end_early_ones(self) -> None:
         """Forgets gradients whose pass never began."""

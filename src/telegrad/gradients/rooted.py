@@ -27,7 +27,7 @@ from ..waiter import Waiter
 from .awaited import explain, state_here
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, RootInstruction
 from .contexts import Context, Contexts
-from .host import Host, Task, tell
+from .host import Host, Task, disbelieve, tell
 from .local_pass import LatePassError, LocalPass, Roots
 from .parts import Parts
 from .planning import Plan
@@ -71,6 +71,7 @@ class RootedPasses:
 
     def __init__(self, member: Member, contexts: Contexts, parts: Parts) -> None:
         self._id = member.id
+        self._name = member.name
         self._contexts = contexts
         self._parts = parts
         self._roots: dict[int, RootedPass] = {}  # by id; its single operations are atomic
@@ -92,13 +93,17 @@ class RootedPasses:
             root = RootedPass(pass_id, BackwardPass(self._id, plan.sends))
             self._roots[pass_id] = root
             try:
-                local = self._own_part(root, context, plan, roots, how)
-                self._run_everywhere(root, local, plan, how)
+                try:
+                    local = self._own_part(root, context, plan, roots, how)
+                    self._run_everywhere(root, local, plan, how)
+                finally:
+                    self._roots.pop(pass_id, None)
+                if root.error is not None:
+                    self._raise(root, local)
+                return local
             finally:
-                self._roots.pop(pass_id, None)
-        if root.error is not None:
-            self._raise(root, local)
-        return local
+                # Its traceback may have frames with the pass: only the collector would find them.
+                root.error = None
 
     def _own_part(self, root: RootedPass, context: Context, plan: Plan, roots: Roots, how: How) -> LocalPass:
         local = self._parts.new_of_root(root.id)
@@ -186,7 +191,10 @@ class RootedPasses:
         error, worker = root.error, root.worker
         assert error is not None
         if not isinstance(error, Exception):
-            raise error
+            try:
+                raise error
+            finally:
+                del error
         if isinstance(error, PeerLostError) and error.worker_id >= 0:
             worker = error.worker_id  # whoever noticed it
         name = self.host.name_of(worker)
@@ -234,6 +242,10 @@ class RootedPasses:
         root = self._roots.get(pass_id)
         if root is None:
             logger.info("the report of worker %d came after the end of pass %d", peer, pass_id)
+            return None
+        if peer not in root.state.others:
+            name = self.host.name_of(peer)
+            disbelieve(self._name, name, peer, f"a report of pass {pass_id}, which it has no part in")
             return None
         if failure is None:
             self._on_success(root, peer)

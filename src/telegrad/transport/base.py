@@ -19,12 +19,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..errors import ConnectError
 from ..messages import Hello
 from .lease import ReadLease
 
 Buffer = bytes | bytearray | memoryview
 
 FORKED = "the connection belongs to the process that this one is a fork of"
+
+
+class CrossingError(ConnectError):
+    """The peer refuses a connection since it has one with this worker already, or is making one: use that."""
+
+
+def ignore(_: object) -> None:
+    """Does nothing."""
 
 
 class Frames(NamedTuple):
@@ -147,10 +156,14 @@ class Transport(ABC):
 
     @abstractmethod
     def listen(
-        self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]
+        self,
+        answer: Callable[[Hello], Hello],
+        on_connection: Callable[[Connection], None],
+        on_failed: Callable[[Hello], None] = ignore,
     ) -> Listener:
-        """Accepts peers: `answer` gets a peer's Hello and returns ours, or raises to refuse it with that text;
-        `on_connection` gets the connection, not open yet. Both are called on threads of the worker's.
+        """Accepts peers: `answer` gets a peer's Hello and returns ours, or raises to refuse it with that text. For each
+        Hello that was not refused, `on_connection` gets the connection, not open yet, when the peer has confirmed
+        it; or `on_failed` gets the Hello. All are called on threads of the worker's.
 
         Raises:
             AddressError: it cannot listen there, and why.
@@ -162,6 +175,7 @@ class Transport(ABC):
 
         Raises:
             ConnectError: nobody answers, the peer refused us, or the time is over.
+            CrossingError: the peer refused us since it has a connection with us, or is making one.
             VersionError: the peer speaks another wire version.
         """
 

@@ -1,8 +1,11 @@
 """How two ends of a socket meet: each says which wire version it speaks and who it is.
 
     connecting side   greet(hello)     ->  GREETING, Hello
-    accepting side    welcome(answer)  <-  GREETING, Hello or the reason of a refusal (a text)
+    accepting side    welcome(answer)  <-  GREETING, Hello or Refusal
+    connecting side                    ->  GREETING, nothing: it takes the connection
 
+The connection exists from the third on. Whoever gives up before it has lost no connection: the other side must not
+take that for a death (see Note [fencing] in peers.py).
 The first ten bytes of a greeting are the same in every version, so that two versions can tell.
 """
 
@@ -16,7 +19,9 @@ from collections.abc import Callable
 import msgspec
 
 from ..errors import ConnectError, ProtocolError, TelegradError, TransportError, VersionError
-from ..messages import WIRE_VERSION, Hello
+from ..interrupts import interruptible
+from ..messages import WIRE_VERSION, Hello, Refusal
+from .base import CrossingError
 
 GREETING = struct.Struct("<4sHI")  # magic, wire version, length of what follows
 GREETING_MAGIC = b"TGRD"
@@ -28,22 +33,26 @@ def greet(sock: socket.socket, hello: Hello, address: str, timeout: float) -> He
 
     Raises:
         ConnectError: refused, or no answer in time.
+        CrossingError: refused, since there is a connection already, or the peer is making one.
         VersionError: the peer speaks another wire version.
     """
     deadline = time.monotonic() + timeout
     try:
         _send(sock, msgspec.msgpack.encode(hello), deadline)
-        answer = msgspec.msgpack.decode(_receive(sock, deadline), type=Hello | str)
-    except VersionError:
+        answer = msgspec.msgpack.decode(interruptible(_receive, sock, deadline), type=Hello | Refusal)
+        if isinstance(answer, tuple):
+            reason, is_crossing = answer
+            kind = CrossingError if is_crossing else ConnectError
+            raise kind(f"the worker at {address} refuses the connection: {reason}")
+        if answer.id != hello.to and hello.to >= 0:
+            raise ConnectError(
+                f"worker {answer.name!r} with id {answer.id} answers at {address}, not id {hello.to}"
+            )
+        _send(sock, b"", deadline)
+    except (VersionError, ConnectError):
         raise
     except (OSError, msgspec.MsgspecError) as error:
         raise ConnectError(f"no telegrad worker answers at {address}: {error}") from error
-    if isinstance(answer, str):
-        raise ConnectError(f"the worker at {address} refuses the connection: {answer}")
-    if answer.id != hello.to and hello.to >= 0:
-        raise ConnectError(
-            f"worker {answer.name!r} with id {answer.id} answers at {address}, not id {hello.to}"
-        )
     return answer
 
 
@@ -60,19 +69,24 @@ def welcome(sock: socket.socket, answer: Callable[[Hello], Hello], timeout: floa
             peer = msgspec.msgpack.decode(_receive(sock, deadline), type=Hello)
         except VersionError:
             # Our version stands in the greeting, and says it all; the text is for versions to come.
-            _send(sock, msgspec.msgpack.encode(f"only wire version {WIRE_VERSION} is spoken here"), deadline)
+            _refuse(sock, (f"only wire version {WIRE_VERSION} is spoken here", False), deadline)
             raise
         try:
             ours = answer(peer)
         except TelegradError as error:
-            _send(sock, msgspec.msgpack.encode(str(error)), deadline)
+            _refuse(sock, (str(error), isinstance(error, CrossingError)), deadline)
             raise
         _send(sock, msgspec.msgpack.encode(ours), deadline)
+        _receive(sock, time.monotonic() + timeout)
     except TransportError:
         raise
     except (OSError, msgspec.MsgspecError) as error:
         raise ConnectError(f"a handshake failed: {error}") from error
     return peer
+
+
+def _refuse(sock: socket.socket, refusal: Refusal, deadline: float) -> None:
+    _send(sock, msgspec.msgpack.encode(refusal), deadline)
 
 
 def _send(sock: socket.socket, payload: bytes, deadline: float) -> None:

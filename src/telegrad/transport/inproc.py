@@ -16,7 +16,17 @@ from ..config import SHARED_MEMORY_FROM, Options
 from ..errors import ConnectError, ConnectionClosedError, TelegradError, TooLargeError
 from ..messages import Hello
 from ..waiter import Waiter
-from .base import FORKED, Buffer, Connection, ConnectionStatistics, Frames, Listener, Transport
+from .base import (
+    FORKED,
+    Buffer,
+    Connection,
+    ConnectionStatistics,
+    CrossingError,
+    Frames,
+    Listener,
+    Transport,
+    ignore,
+)
 from .lease import ReadLease
 from .listening import split_address
 from .shm import SegmentPool, aligned, copy_into
@@ -202,13 +212,20 @@ class InprocTransport(Transport):
         self._options = options
 
     def listen(
-        self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]
+        self,
+        answer: Callable[[Hello], Hello],
+        on_connection: Callable[[Connection], None],
+        on_failed: Callable[[Hello], None] = ignore,
     ) -> Listener:
         def accept(hello: Hello, theirs: InprocConnection) -> InprocConnection:
             theirs.peer = answer(hello)
-            ours = InprocConnection(hello, self._lease, self._options)
-            ours.join(theirs)
-            on_connection(ours)
+            try:
+                ours = InprocConnection(hello, self._lease, self._options)
+                ours.join(theirs)
+                on_connection(ours)
+            except BaseException:
+                on_failed(hello)
+                raise
             return ours
 
         return InprocListener(self._hub, accept)
@@ -222,7 +239,8 @@ class InprocTransport(Transport):
         try:
             listener.accept(hello, connection)
         except TelegradError as error:
-            raise ConnectError(f"the worker at {address} refuses the connection: {error}") from error
+            kind = CrossingError if isinstance(error, CrossingError) else ConnectError
+            raise kind(f"the worker at {address} refuses the connection: {error}") from error
         return connection
 
 

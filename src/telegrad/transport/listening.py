@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import threading
@@ -13,8 +14,12 @@ from typing import Any
 
 from ..errors import AddressError, ConnectError, TelegradError
 from ..events import logger
-from .base import Connection, Listener
+from ..interrupts import interruptible
+from ..messages import Hello
+from .base import Connection, CrossingError, Listener
 from .poller import ARMED, Poller
+
+Answer = Callable[[Hello], Hello]
 
 
 class StreamListener(Listener):
@@ -25,17 +30,20 @@ class StreamListener(Listener):
         sock: socket.socket,
         address: str,
         poller: Poller,
-        accept: Callable[[socket.socket], Connection],
+        accept: Callable[[socket.socket, Answer], Connection],
+        answer: Answer,
         on_connection: Callable[[Connection], None],
+        on_failed: Callable[[Hello], None],
     ) -> None:
         self.address = address
         self._sock = sock
         self._poller = poller
         self._accept = accept
+        self._answer = answer
         self._on_connection = on_connection
-        self._lock = (
-            threading.Lock()
-        )  # guards all below, and the socket's closing against an accept under way
+        self._on_failed = on_failed
+        # Guards all below, and the socket's closing against an accept under way. Reentrant: a finaliser may run in it.
+        self._lock = threading.RLock()
         self._greeting: set[socket.socket] = set()  # whose handshake is under way
         self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)  # see _turn_away_locked
         self._closed = False
@@ -54,15 +62,26 @@ class StreamListener(Listener):
             self._poller.watch(self._sock.fileno(), ARMED)
         if sock is None:
             return
+        accepted: list[Hello] = []
+
+        def answer(hello: Hello) -> Hello:
+            ours = self._answer(hello)
+            accepted.append(hello)
+            return ours
+
         try:
-            connection = self._accept(sock)
+            connection = self._accept(sock, answer)
         except BaseException as error:
             with self._lock:
                 self._greeting.discard(sock)
             sock.close()
+            for hello in accepted:
+                self._on_failed(hello)
             if not isinstance(error, TelegradError):
                 raise
-            logger.warning("refused a connection at %s: %s", self.address, str(error))
+            # That two workers dial each other at once is nothing to warn of.
+            level = logging.DEBUG if isinstance(error, CrossingError) else logging.WARNING
+            logger.log(level, "refused a connection at %s: %s", self.address, str(error))
             return
         with self._lock:
             self._greeting.discard(sock)
@@ -113,7 +132,7 @@ class StreamListener(Listener):
 
     def abandon(self) -> None:
         """In a fork: our copies go, and nobody connects to a worker that is not there."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         if not self._closed:
             self._closed = True
             self._close_descriptors()
@@ -144,12 +163,12 @@ def connect_socket(family: int, target: Any, address: str, timeout: float) -> so
         sock.settimeout(max(0.0, timeout))
         while True:
             try:
-                sock.connect(target)
+                interruptible(sock.connect, target)
                 return sock
             except BlockingIOError:  # a unix listener with a long queue; it does not let us wait for our turn
                 if time.monotonic() >= deadline or family != socket.AF_UNIX:
                     raise
-                time.sleep(1e-3)
+                interruptible(time.sleep, 1e-3)
     except OSError as error:
         sock.close()
         raise ConnectError(f"nobody answers at {address}: {error}") from error

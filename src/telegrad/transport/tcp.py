@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ..config import Options
 from ..errors import AddressError, ConnectError, NoRouteError
 from ..messages import Hello
-from .base import Connection, Listener, Transport
+from .base import Connection, Listener, Transport, ignore
 from .handshake import greet, welcome
 from .lease import ReadLease
 from .listening import StreamListener, connect_socket, split_address
@@ -35,9 +35,12 @@ class TcpTransport(Transport):
         self._options = options
 
     def listen(
-        self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]
+        self,
+        answer: Callable[[Hello], Hello],
+        on_connection: Callable[[Connection], None],
+        on_failed: Callable[[Hello], None] = ignore,
     ) -> Listener:
-        def accept(sock: socket.socket) -> Connection:
+        def accept(sock: socket.socket, answer: Callable[[Hello], Hello]) -> Connection:
             peer = welcome(sock, answer, self._options.connect_timeout)
             return TcpConnection(sock, peer, self._lease, self._options)
 
@@ -49,7 +52,7 @@ class TcpTransport(Transport):
         except OSError as error:
             raise AddressError(f"cannot listen for TCP at {host!r}: {error}; see Options.tcp_host") from error
         address = f"tcp://{host}:{sock.getsockname()[1]}"
-        return StreamListener(sock, address, self._poller, accept, on_connection)
+        return StreamListener(sock, address, self._poller, accept, answer, on_connection, on_failed)
 
     def connect(self, address: str, hello: Hello, timeout: float) -> Connection:
         deadline = time.monotonic() + timeout

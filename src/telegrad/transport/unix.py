@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from ..config import SHARED_MEMORY_FROM, Options
 from ..errors import AddressError, ConnectError, ConnectionClosedError, ProtocolError
 from ..events import logger
 from ..messages import Hello
-from .base import Buffer, Connection, ConnectionStatistics, Frames, Listener, Transport
+from .base import Buffer, Connection, ConnectionStatistics, Frames, Listener, Transport, ignore
 from .handshake import greet, welcome
 from .lease import ReadLease
 from .listening import StreamListener, connect_socket, split_address
@@ -225,9 +226,12 @@ class UnixTransport(Transport):
         self._options = options
 
     def listen(
-        self, answer: Callable[[Hello], Hello], on_connection: Callable[[Connection], None]
+        self,
+        answer: Callable[[Hello], Hello],
+        on_connection: Callable[[Connection], None],
+        on_failed: Callable[[Hello], None] = ignore,
     ) -> Listener:
-        def accept(sock: socket.socket) -> Connection:
+        def accept(sock: socket.socket, answer: Callable[[Hello], Hello]) -> Connection:
             _check_user(sock)
             peer = welcome(sock, answer, self._options.connect_timeout)
             return UnixConnection(sock, peer, self._lease, self._options)
@@ -237,7 +241,7 @@ class UnixTransport(Transport):
         except OSError as error:
             raise AddressError(f"cannot listen on a unix socket: {error}") from error
         address = f"unix:///proc/{os.getpid()}/fd/{path_fd}"
-        return _UnixListener(sock, address, self._poller, accept, on_connection, path_fd)
+        return _UnixListener(path_fd, sock, address, self._poller, accept, answer, on_connection, on_failed)
 
     def connect(self, address: str, hello: Hello, timeout: float) -> Connection:
         deadline = time.monotonic() + timeout
@@ -253,17 +257,9 @@ class UnixTransport(Transport):
 
 
 class _UnixListener(StreamListener):
-    def __init__(
-        self,
-        sock: socket.socket,
-        address: str,
-        poller: Poller,
-        accept: Callable[[socket.socket], Connection],
-        on_connection: Callable[[Connection], None],
-        path_fd: int,
-    ) -> None:
+    def __init__(self, path_fd: int, *listening: Any) -> None:
         self._path_fd = path_fd
-        super().__init__(sock, address, poller, accept, on_connection)
+        super().__init__(*listening)
 
     def _close_descriptors(self) -> None:
         super()._close_descriptors()
