@@ -28,7 +28,7 @@ class FakeConnection(Connection):
     transport = "fake"
 
     def __init__(self, peer: Hello) -> None:
-        super().__init__(peer)
+        super().__init__(peer, None)  # type: ignore[arg-type]  # nothing is read here
         self.disposed = False
 
     def dispose(self) -> None:
@@ -40,11 +40,10 @@ class FakeConnection(Connection):
     def write(self, frames: Frames, timeout: float | None = None, before_waiting: object = None) -> int:
         return 0
 
-    def read(self, timeout: float | None) -> list[Frames]:
+    def receive(self) -> list[Frames]:
         return []
 
-    def arm(self) -> None: ...
-    def disarm(self) -> None: ...
+    def open(self) -> None: ...
     def statistics(self) -> None: ...
 
 
