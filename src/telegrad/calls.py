@@ -22,7 +22,6 @@ from .dispatch import Dispatch
 from .errors import (
     CallTimeoutError,
     EncodeError,
-    FinaliserError,
     HandedOverError,
     PeerLostError,
     RendezvousError,
@@ -30,7 +29,7 @@ from .errors import (
 )
 from .events import Span, logger
 from .futures import Future
-from .interrupts import getsignal, interruptible, on_signal
+from .interrupts import getsignal, in_finaliser, interruptible, on_signal
 from .mail import Sender
 from .messages import Call, Envelope, Kind, WorkerInfo
 from .modes import current_modes
@@ -77,7 +76,7 @@ class Calls:
     def call(self, to: To, body: Call, timeout: float | None) -> Any:
         thread = current.thread
         if thread.critical:
-            raise _in_finaliser("rpc_sync()")
+            raise in_finaliser("rpc_sync()")
         thread.critical = 1
         try:
             if thread.is_main and getsignal(SIGINT) is not on_signal:
@@ -102,8 +101,6 @@ class Calls:
 
     def _wait_for(self, call: PendingCall, timeout: float | None) -> None:
         """Waits for the future of a call."""
-        if current.thread.critical:
-            raise _in_finaliser("Future.wait()")
         with interrupts.critical():
             if self._worker.events.subscribers:
                 with self._report_wait(call):
@@ -155,7 +152,7 @@ class Calls:
         """Creates a value for a finaliser that ran inside of telegrad's own code: another thread sends the message."""
         peer = self._peers.known(to)
         if peer is None:
-            raise _in_finaliser(f"rpc.remote() to worker {to!r}, which is not known here yet,")
+            raise in_finaliser(f"rpc.remote() to worker {to!r}, which is not known here yet,")
         entry = self._worker.references.new(peer.member.id)
 
         def send() -> None:
@@ -292,10 +289,3 @@ class Calls:
     def log_notes(self) -> None:
         while self._to_log:
             logger.warning("worker %r: %s", self._worker.name, self._to_log.popleft())
-
-
-def _in_finaliser(what: str) -> FinaliserError:
-    return FinaliserError(
-        f"{what} was called in a finaliser (__del__ or a weakref callback) that the garbage collector ran in the "
-        "middle of telegrad's own code, where nothing can be waited for; use rpc_async() there, or another thread"
-    )

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from . import current
 from .errors import CallTimeoutError
+from .interrupts import finaliser, in_finaliser
 from .pending import PendingCall
 from .untraced import untraced_methods
 
@@ -37,6 +39,8 @@ class Future(torch.futures.Future[Any]):
         Raises:
             CallTimeoutError: `timeout` seconds have passed. The call itself goes on, and can be waited for again.
         """
+        if not super().done() and current.thread.critical:
+            raise in_finaliser("Future.wait()")
         call = self.call
         if call is not None and not super().done():
             self._help_wait(call, timeout)
@@ -95,8 +99,9 @@ class Future(torch.futures.Future[Any]):
         self._set_unwrap_func(unwrap)
         self.set_result(None)
 
+    @finaliser
     def __del__(self) -> None:
-        # A finaliser: it may run on any thread, under any lock, so it leaves a note and does no more.
+        # It may run on any thread, under any lock, so it leaves a note and does no more.
         failure = getattr(self, "_failure", None)
         if failure is not None and not failure.observed and not self._has_callbacks:
             self._log_later(f"{failure.description} failed, and nobody waited for it: {failure.error}")

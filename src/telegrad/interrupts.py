@@ -20,11 +20,14 @@ finaliser The garbage collector runs users' `__del__` on any thread, also while 
 On the path of a message the counter is raised and lowered inline. It is always set to a saved value, never
 decremented: a section that was left by an exception in the wrong place is mended by the one around it.
 
+Finalisers of telegrad's own are marked (`finaliser`): Python drops an exception that is raised in one.
+
 Handlers of other signals that raise (SIGALRM, SIGTERM) are not deferred.
 """
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
@@ -34,11 +37,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .current import thread
+from .errors import FinaliserError
 
 Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _AGAIN = 0.1  # seconds; a Ctrl-C that follows a deferred one sooner is a key that repeats, not a second one
 
+_SOON = 2e-3  # seconds until an interrupt comes again that came in a finaliser
+_DEEPEST = 20  # frames from a finaliser to what it calls
+
+_finalisers: set[Any] = set()  # code of functions that the interpreter calls when an object dies
 deferred: list[float] = []  # when the interrupt came that waits for a section's end; the main thread's own
 _previous: Callable[[int, Any], Any] = signal.default_int_handler
 _users: set[int] = set()  # ids of the objects that want the handler; its single operations are atomic
@@ -149,8 +158,41 @@ def on_signal(signum: int, frame: Any) -> None:
             deferred.append(now)
         if now - deferred[0] < _AGAIN:
             return
+    elif _is_in_finaliser(frame):
+        _thread.start_new_thread(_press_again, ())
+        return
     deferred.clear()
     _previous(signum, frame)
+
+
+def finaliser(function: Function) -> Function:
+    """Marks a function that the interpreter calls when an object dies: an exception in it goes nowhere. So an interrupt
+    that comes in it is put off, for a moment, by a thread that presses the keys again."""
+    _finalisers.add(function.__code__)
+    return function
+
+
+def _is_in_finaliser(frame: Any) -> bool:
+    for _ in range(_DEEPEST):
+        if frame is None:
+            return False
+        if frame.f_code in _finalisers:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _press_again() -> None:
+    time.sleep(_SOON)
+    _thread.interrupt_main(signal.SIGINT)
+
+
+def in_finaliser(what: str) -> FinaliserError:
+    """The error of a public function that would wait, and was called while this thread is in a critical section."""
+    return FinaliserError(
+        f"{what} was called in a finaliser (__del__ or a weakref callback) that the garbage collector ran in the "
+        "middle of telegrad's own code, where nothing can be waited for; use rpc_async() there, or another thread"
+    )
 
 
 def install(user: object) -> None:

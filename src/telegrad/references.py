@@ -52,7 +52,7 @@ from .errors import (
 )
 from .events import logger
 from .futures import Future
-from .interrupts import interruptible, is_interrupt
+from .interrupts import finaliser, interruptible, is_interrupt
 from .messages import Drop, Envelope, Hold, Kind, Lent, Return, sender_of
 from .pending import PendingCall
 from .waiter import Waiter
@@ -119,6 +119,7 @@ class Arrival:
         self._entries = entries
         self._let_go = let_go
 
+    @finaliser
     def __del__(self) -> None:
         for entry in self._entries:
             self._let_go(entry)

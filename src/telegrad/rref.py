@@ -22,7 +22,7 @@ from .dispatch import MAY_WAIT
 from .errors import CallTimeoutError, EncodeError, GradientError, NotStartedError, PeerLostError
 from .futures import Future
 from .handles import Handle
-from .interrupts import critical
+from .interrupts import critical, finaliser
 from .messages import WorkerInfo
 from .pending import effective_timeout
 from .references import Entry, Owned
@@ -55,6 +55,7 @@ class RRef(Handle, Generic[T]):
         self._worker, self.entry = worker, entry
         return self
 
+    @finaliser
     def __del__(self) -> None:
         # A finaliser: it may run on any thread, under any lock.
         entry = getattr(self, "entry", None)

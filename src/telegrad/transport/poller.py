@@ -14,6 +14,8 @@ import time
 import weakref
 from collections.abc import Callable
 
+from ..interrupts import finaliser
+
 _libc = ctypes.PyDLL(None, use_errno=True)  # these calls return at once, so the interpreter lock is kept
 
 
@@ -55,6 +57,7 @@ class Poller:
         self._epoll.register(fd, select.EPOLLIN | select.EPOLLET)
         return fd
 
+    @finaliser
     def __del__(self) -> None:
         # Not in close(): a finaliser may be about to wake us, and the number must still be ours then.
         self._wake_fd = -1  # finalisers of one cycle of garbage run in any order

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable
 
 from ..errors import ConnectionClosedError, ProtocolError
+from ..interrupts import finaliser
 
 PAGE = mmap.PAGESIZE
 ALIGNMENT = 64
@@ -73,6 +74,7 @@ class Memory:
         self.address: int = address
         self.size = size
 
+    @finaliser
     def __del__(self, _munmap: Callable[[int, int], int] = _munmap) -> None:
         if self.size:
             _munmap(self.address, self.size)
@@ -147,6 +149,7 @@ class Lending:
         array.memory = self.memory  # type: ignore[attr-defined]  # keeps it mapped
         return array
 
+    @finaliser
     def _on_returned(self, _: object) -> None:
         # A finaliser: nothing but this. In a fork too; see the note above.
         self._state.value = FREE if self._forks == _forks else RETIRED
@@ -365,6 +368,7 @@ class Mapping(Lending):
         self._lent.add(self)
         return super().lend()
 
+    @finaliser
     def _on_returned(self, holder: object) -> None:
         self._lent.discard(self)  # one step in C: no lock is needed
         super()._on_returned(holder)
