@@ -7,9 +7,8 @@ import gc
 import random
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -83,22 +82,6 @@ def backward_pass() -> None:
 
 
 PROGRAMS = [call, large_call, nested_call, async_calls, value_elsewhere, backward_pass]
-
-
-@pytest.fixture(scope="module")
-def module_cluster(server: telegrad.ForkServer) -> Iterator[telegrad.LocalCluster]:
-    options = telegrad.Options(idle_thread_timeout=600.0)
-    with telegrad.LocalCluster(["a", "b"], server=server, options=options) as cluster:
-        # As many threads as will be needed: the leak check looks at them, too.
-        gate = threading.Event()
-        for _ in range(8):
-            cluster.worker._threads.submit(lambda: gate.wait(PATIENCE))
-        while cluster.worker._threads.count < 8:
-            time.sleep(0.001)
-        gate.set()
-        for program in PROGRAMS:
-            program()
-        yield cluster
 
 
 class Healthy:
@@ -181,6 +164,7 @@ class Presser:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_ctrl_c_at_every_line(module_cluster, program):
+    program()
     healthy = Healthy()
     counter = Presser(-1)
     counter.run(program)
@@ -202,6 +186,8 @@ def test_ctrl_c_at_every_line(module_cluster, program):
 
 def test_ctrl_c_at_random_moments(module_cluster):
     """10,000 of them, at every place that a signal can come to."""
+    for program in PROGRAMS:
+        program()
     healthy = Healthy()
     chooser = random.Random(4)
     before = signal.getsignal(signal.SIGALRM)
