@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import floors, memory, profiling, startup
 from benchmarks.callee import MIB, echo, empty, tensor_of
-from benchmarks.figures import PAIR_ALL_OVER_TCP, PAIR_OVER_TCP, Figure, Repeats, Session, Suite
+from benchmarks.figures import PAIR_ALL_OVER_TCP, PAIR_OVER_TCP, Figure, Repeats, Session, Setting, Suite
 from benchmarks.sampling import timed
 
 CALLS_IN_FLIGHT = 500
@@ -47,6 +47,17 @@ def time_calls_in_flight(session: Session) -> list[float]:
         torch.futures.wait_all([rpc_async(peer, empty) for _ in range(CALLS_IN_FLIGHT)])
 
     return timed(all_at_once, session.repeats)
+
+
+def time_calls_to_each(session: Session) -> list[float]:
+    """One sample is one async call to each of the peers, until all are answered."""
+    rpc_async = session.backend.rpc.rpc_async
+
+    def one_to_each() -> None:
+        for future in [rpc_async(peer, empty) for peer in session.peers]:
+            future.wait()
+
+    return timed(one_to_each, session.repeats)
 
 
 FIGURES = (
@@ -107,6 +118,20 @@ FIGURES = (
         repeats=Repeats(count=10, warmup=2),
         unit="ms",
         goal=0.40,
+    ),
+    Figure(
+        name="to-3",
+        title="an async call to each of 3 workers",
+        measure=time_calls_to_each,
+        repeats=Repeats(count=500, warmup=100),
+        setting=Setting(workers=4),
+    ),
+    Figure(
+        name="to-7",
+        title="an async call to each of 7 workers",
+        measure=time_calls_to_each,
+        repeats=Repeats(count=500, warmup=100),
+        setting=Setting(workers=8),
     ),
     Figure(
         name="tcp-64B",

@@ -1,6 +1,6 @@
 """The suite `gradients`: what a forward and a backward pass over several workers cost, and how that grows.
 
-Figures run in the driver, with one peer in another process of the same host. `programs.py` has the programs,
+Figures run in the driver, with one peer, or as many as the title says, in other processes of the same host. `programs.py` has the programs,
 `growth.py` the ones of growing size, `planning.py` what telegrad's walks over the local graph cost.
 """
 
@@ -10,7 +10,7 @@ from functools import partial
 
 from benchmarks import growth, planning, profiling
 from benchmarks.callee import MIB
-from benchmarks.figures import Figure, Repeats, Session, Suite
+from benchmarks.figures import PAIR, Figure, Repeats, Session, Setting, Suite
 from benchmarks.passes import Passes
 from benchmarks.programs import (
     SMALL_BYTES,
@@ -18,6 +18,7 @@ from benchmarks.programs import (
     chain,
     fan,
     leaf_of,
+    one_to_each,
     remote_graph,
     there_and_back,
 )
@@ -55,19 +56,21 @@ def _figures(
     goal: float,
     unit: str = "ms",
     nbytes: int = SMALL_BYTES,
+    setting: Setting = PAIR,
 ) -> tuple[Figure, Figure]:
     """The whole program, which has the goal, and its backward alone, with half as many samples."""
     half = Repeats(repeats.count // 2, repeats.warmup // 2)
     whole = partial(time_whole, program=program, nbytes=nbytes)
     backward = partial(time_backward, program=program, nbytes=nbytes)
     return (
-        Figure(name=name, title=title, measure=whole, repeats=repeats, unit=unit, goal=goal),
+        Figure(name=name, title=title, measure=whole, repeats=repeats, unit=unit, goal=goal, setting=setting),
         Figure(
             name=f"{name}-backward",
             title=f"{short}: backward alone",
             measure=backward,
             repeats=half,
             unit=unit,
+            setting=setting,
         ),
     )
 
@@ -97,6 +100,24 @@ FIGURES = (
         Repeats(count=60, warmup=10),
         short=f"{AT_ONCE} async calls",
         goal=0.35,
+    ),
+    *_figures(
+        "to-3",
+        "one async call to each of 3 workers, backward",
+        partial(one_to_each, others=3),
+        Repeats(count=200, warmup=40),
+        short="3 workers",
+        goal=0.85,
+        setting=Setting(workers=4),
+    ),
+    *_figures(
+        "to-7",
+        "one async call to each of 7 workers, backward",
+        partial(one_to_each, others=7),
+        Repeats(count=200, warmup=40),
+        short="7 workers",
+        goal=1.0,
+        setting=Setting(workers=8),
     ),
     *_figures(
         "call-16MiB",
