@@ -1,7 +1,8 @@
 """The suite `gradients`: what a forward and a backward pass over several workers cost, and how that grows.
 
-Figures run in the driver, with one peer, or as many as the title says, in other processes of the same host. `programs.py` has the programs,
-`growth.py` the ones of growing size, `planning.py` what telegrad's walks over the local graph cost.
+Figures run in the driver, with one peer, or as many as the title says, in other processes of the same host.
+`programs.py` has the programs, `growth.py` the ones of growing size, `planning.py` what telegrad's walks over the local
+graph cost.
 """
 
 from __future__ import annotations
