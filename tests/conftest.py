@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -111,6 +112,16 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
             names = descriptors_now() if what == "file descriptors" else {}
             left[what] = sorted(f"{e} -> {names[e]}" if e in names else str(e) for e in extra)
     assert not left, f"left behind: {left}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_works() -> Iterator[None]:
+    """Processes that run a part of the tests ignore Ctrl-C; tests of it press keys themselves."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -21,12 +21,14 @@ import msgspec
 from . import current, profiled_calls
 from .errors import TelegradError
 from .events import Event, Events, logger
+from .interrupts import interruptible
 from .messages import KIND_NAMES, Envelope, Hello, Kind, Profiling, Session, sender_of
 from .operators import Operators, clock_offset
 from .rendezvous import Group
 from .transport.base import Connection, Frames
 
 MOST_ROWS = 4_000_000  # of one worker; about a gigabyte
+_TELLING = 30.0  # seconds in which the root hears of a worker that takes part
 _ANSWERS = frozenset((int(Kind.REPLY), int(Kind.FAILURE), int(Kind.DONE)))
 
 
@@ -166,9 +168,8 @@ class Recorder:
         recording.add(Event("join", "complete", "", 0, "", at=began), time.perf_counter())
         root = sender_of(recording.session.id)
         try:
-            told = self._worker.call_async(
-                root, profiler_joined, (recording.session.id, self._worker.id), timeout=30.0
-            )
+            args = (recording.session.id, self._worker.id)
+            told = interruptible(self._worker.call_async, root, profiler_joined, args, None, _TELLING)
         except TelegradError:
             self._drop(recording)  # nobody would ever collect it
         else:
