@@ -35,7 +35,7 @@ def check_nothing_is_left(server: ForkServer) -> None:
     assert current.worker_var.get() is None
     assert current.thread.critical == 0
     assert not interrupts._users
-    assert not interrupts._deferred
+    assert not interrupts.deferred
 
 
 def check_next_cluster(server: ForkServer) -> None:
@@ -212,7 +212,7 @@ def test_the_answer_to_a_request_that_was_given_up_goes_to_no_other_request(serv
 def test_the_handler_is_restored():
     before = signal.getsignal(signal.SIGINT)
     with telegrad.LocalCluster(["a"], transport="inproc"):
-        assert signal.getsignal(signal.SIGINT) is interrupts._on_signal
+        assert signal.getsignal(signal.SIGINT) is interrupts.on_signal
     assert signal.getsignal(signal.SIGINT) is before
 
 

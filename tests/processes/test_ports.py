@@ -19,6 +19,7 @@ from telegrad.messages import Member
 from telegrad.observing import Observer
 from telegrad.rendezvous import Group, connect_store, serve_store
 from telegrad.routes import addresses_to_dial, why_none
+from telegrad.transport import tcp
 from telegrad.worker import Worker
 
 PATIENCE = 30.0
@@ -118,7 +119,8 @@ def test_a_member_cannot_call_an_observer():
     with Observer(f"127.0.0.1:{store.port}") as observer:
         assert all(seen.report for seen in observer.look().workers)
         (connection,) = [c for c in member._peers.connections() if c.peer.is_observer]
-        member._peers._know(Member(connection.peer.id, "observer", (), ""))
+        peer = member._peers._know(Member(connection.peer.id, "observer", (), ""), by_name=False)
+        peer.connection = connection
         with pytest.raises(errors.PeerLostError, match="'observer' is gone"):
             member.call(connection.peer.id, note, timeout=PATIENCE)
         assert observer._worker.statistics().calls_served == 0
@@ -142,7 +144,8 @@ def poisoned(worker: Worker, host: str, address: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("near", [True, False])
 @pytest.mark.parametrize("transports", [("unix",), ("unix", "tcp")])
-def test_a_poisoned_entry_is_not_dialled(near, transports):
+def test_a_poisoned_entry_is_not_dialled(near, transports, monkeypatch):
+    monkeypatch.setattr(tcp, "connect_socket", lambda *_: pytest.fail("a stranger was dialled"))
     worker = Worker.start("w", Group(HashStore(), None, PATIENCE), telegrad.Options(transports=transports))
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         address = f"tcp://127.0.0.1:{stranger.getsockname()[1]}"
