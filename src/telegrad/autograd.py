@@ -17,15 +17,17 @@ from typing import Any
 
 import torch
 
-from . import current, profiled_calls
+from . import current, interrupts, profiled_calls
 from .current import current_worker
 from .errors import GradientError
 from .gradients.contexts import Context
 from .graph.gathering import gather
 from .graph.graph import Graph
+from .interrupts import finaliser, in_finaliser
 from .messages import COUNTER_BITS
 from .pending import effective_timeout
 from .untraced import untraced, untraced_methods
+from .worker import Worker
 
 __all__ = [
     "DistAutogradContext",
@@ -54,20 +56,55 @@ class context:
     worker; with `wait=True` leaving it waits until that has happened everywhere.
     """
 
+    _worker: Worker | None = None  # while it is entered
+
     def __init__(self, *, wait: bool = False) -> None:
         self._wait = wait
 
     def __enter__(self) -> int:
-        self._worker = current_worker()
-        self._id = self._worker.new_context()
-        self._token = current.context_id.set(self._id)
+        worker = current_worker()
+        thread = current.thread
+        before = thread.critical
+        thread.critical = before + 1
+        try:
+            self._id = worker.new_context()
+            self._token = current.context_id.set(self._id)
+            self._worker = worker
+        finally:
+            thread.critical = before
+        if interrupts.deferred and not before:
+            try:
+                interrupts.deliver()
+            except BaseException:  # the block is not entered, so it is not left
+                self.__exit__()
+                raise
         return self._id
 
     def __exit__(self, *_: object) -> None:
+        thread = current.thread
+        before = thread.critical
+        thread.critical = before + 1
         try:
-            current.context_id.reset(self._token)
-        finally:  # also where it is left on another thread than it was entered on, which is an error
-            self._worker.release_context(self._id, wait=self._wait)
+            worker, self._worker = self._worker, None
+            if worker is not None:
+                try:
+                    current.context_id.reset(self._token)
+                finally:  # also where it is left on another thread than it was entered on, which is an error
+                    worker.release_context(self._id, wait=self._wait)
+        finally:
+            thread.critical = before
+            if interrupts.deferred and not before:
+                interrupts.deliver()
+
+    @finaliser
+    def __del__(self) -> None:
+        """Ends a context whose block was left by an interrupt before the first line of __exit__."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            if current.context_id.get() == self._id:
+                before = self._token.old_value
+                current.context_id.set(0 if before is Token.MISSING else before)
+            worker.release_context_later(self._id)
 
 
 @untraced
@@ -100,6 +137,8 @@ def backward(
     """
     if into not in ("context", "grad"):
         raise ValueError(f"into={into!r}; choose 'context' or 'grad'")
+    if current.thread.critical:
+        raise in_finaliser("autograd.backward()")
     with profiled_calls.span(profiled_calls.BACKWARD) if profiled_calls.running else nullcontext():
         current_worker().engine.backward(
             context_id,
@@ -131,6 +170,8 @@ def grad(
     Raises:
         GradientError: an input was not used, without `allow_unused`; or as for backward().
     """
+    if current.thread.critical:
+        raise in_finaliser("autograd.grad()")
     wanted = _tensors(inputs, "inputs")
     if not wanted:
         raise ValueError("`inputs` argument to `grad()` cannot be empty.")

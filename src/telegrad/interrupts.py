@@ -62,7 +62,7 @@ class critical:
     def __enter__(self) -> None:
         self._before = thread.critical
         thread.critical = self._before + 1
-        if thread.is_main:
+        if thread.is_main and getsignal(signal.SIGINT) is not on_signal:
             guard()
 
     def __exit__(self, *_: object) -> None:

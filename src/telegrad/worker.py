@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from . import current
+from . import current, interrupts
 from .by_value import main_script
 from .calls import Calls
 from .codec import Body, Codec
@@ -403,16 +403,30 @@ class Worker:
         """Ends a context here and on every worker that took part in it; with `wait`, not before all know it."""
         if self._closed_because:
             return
-        with critical():
+        thread = current.thread
+        before = thread.critical
+        thread.critical = before + 1
+        try:
             others = self.engine.release(context_id, tell=not wait)
-        if wait:
-            futures = []
-            for worker in others:
-                with contextlib.suppress(PeerLostError, UnknownWorkerError):  # gone, and its context with it
-                    futures.append(self.call_async(worker, _release_there, (context_id,)))
-            for future in futures:
-                with contextlib.suppress(PeerLostError):
-                    future.wait()
+            if wait:
+                interruptible(self._release_at, others, context_id)
+        finally:
+            thread.critical = before
+            if interrupts.deferred and not before:
+                interrupts.deliver()
+
+    def _release_at(self, others: set[int], context_id: int) -> None:
+        futures = []
+        for worker in others:
+            with contextlib.suppress(PeerLostError, UnknownWorkerError):  # gone, and its context with it
+                futures.append(self.call_async(worker, _release_there, (context_id,)))
+        for future in futures:
+            with contextlib.suppress(PeerLostError):
+                future.wait()
+
+    def release_context_later(self, context_id: int) -> None:
+        """Ends a context on a thread of the worker's. From finalisers: takes no lock."""
+        self._threads.submit_from_finaliser(partial(self.release_context, context_id))
 
     def _check_context(self, context: Context) -> None:
         """Asks the owner of a context whether it lives, and to be told of its end."""

@@ -24,6 +24,12 @@ PATIENCE = 30.0
 PACKAGE = str(Path(telegrad.__file__).parent)
 
 
+@pytest.fixture(autouse=True)
+def no_other_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of other tests in this process do not count."""
+    monkeypatch.setattr(interrupts, "_users", set())
+
+
 def children_of(server: ForkServer) -> list[int]:
     pid = server._process.pid
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import GradientError, NotStartedError, PeerLostError, UnknownContextError
+from ..interrupts import critical, interruptible
 from ..messages import COUNTER_BITS, Begin, Done, End, Envelope, Kind, Member, Release, sender_of
 from .contexts import Context, Contexts
 from .host import Host, Task, disbelieve, tell
@@ -56,13 +57,14 @@ class Engine:
         timeout: float | None,
     ) -> None:
         """Runs a backward pass, to its end on every worker. `timeout` None: no limit."""
-        context = self._contexts.get(context_id)
-        edges, gradients = checked_roots(roots, grad_tensors)
-        with context.lock:
-            reach, leaves, checkpoints = context.graph.walk_once(edges)
-        plan = self._planner.plan(reach, edges)
-        start = Roots(no_leaves(roots), gradients, leaves, checkpoints, reach)
-        self.rooted.run(context, plan, start, How(retain_graph, create_graph, into_grad, timeout))
+        with critical():
+            context = self._contexts.get(context_id)
+            edges, gradients = checked_roots(roots, grad_tensors)
+            with context.lock:
+                reach, leaves, checkpoints = context.graph.walk_once(edges)
+            plan = self._planner.plan(reach, edges)
+            start = Roots(no_leaves(roots), gradients, leaves, checkpoints, reach)
+            self.rooted.run(context, plan, start, How(retain_graph, create_graph, into_grad, timeout))
 
     def grad(
         self,
@@ -76,36 +78,41 @@ class Engine:
         timeout: float | None,
     ) -> tuple[Gradient, ...]:
         """The gradients of the inputs, which are tensors of this worker. Nothing else is computed or kept."""
-        context = self._contexts.get(context_id)
-        edges, gradients = checked_roots(outputs, grad_outputs)
-        with context.lock:
-            reach, _, _ = context.graph.walk_once(edges)
-        targets = {edge_of(tensor) for tensor in inputs}
-        plan = self._planner.plan_for(context, reach, edges, targets)
-        start = Roots(no_leaves(outputs), gradients, inputs=tuple(inputs))
-        return self.rooted.run(context, plan, start, How(retain_graph, create_graph, False, timeout)).results
+        with critical():
+            context = self._contexts.get(context_id)
+            edges, gradients = checked_roots(outputs, grad_outputs)
+            with context.lock:
+                reach, _, _ = context.graph.walk_once(edges)
+            targets = {edge_of(tensor) for tensor in inputs}
+            plan = self._planner.plan_for(context, reach, edges, targets)
+            start = Roots(no_leaves(outputs), gradients, inputs=tuple(inputs))
+            return self.rooted.run(
+                context, plan, start, How(retain_graph, create_graph, False, timeout)
+            ).results
 
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """The gradients of this worker's leaves in a context, from all passes that are done."""
-        context = self._contexts.get(context_id)
-        self.parts.settle(context)
-        with context.lock:
-            return context.gradients.copy()
+        with critical():
+            context = self._contexts.get(context_id)
+            self.parts.settle(context)
+            with context.lock:
+                return context.gradients.copy()
 
     def update_gradient(
         self, context_id: int, leaf: torch.Tensor, callback: Callable[[torch.Tensor], torch.Tensor | None]
     ) -> None:
         """Replaces a leaf's gradient by what the callback makes of it; None leaves it as it is."""
-        context = self._contexts.get(context_id)
-        self.parts.settle(context)
-        with context.lock:
-            gradient = context.gradients.get(leaf)
-        if gradient is None:
-            raise GradientError("The grad for the variable should exist in dist_autograd context.")
-        changed = callback(gradient)  # outside of the lock: it is the user's
-        if changed is not None:
+        with critical():
+            context = self._contexts.get(context_id)
+            self.parts.settle(context)
             with context.lock:
-                context.gradients.replace(leaf, changed)
+                gradient = context.gradients.get(leaf)
+            if gradient is None:
+                raise GradientError("The grad for the variable should exist in dist_autograd context.")
+            changed = interruptible(callback, gradient)  # outside of the lock: it is the user's
+            if changed is not None:
+                with context.lock:
+                    context.gradients.replace(leaf, changed)
 
     def statistics(self) -> dict[str, int]:
         contexts = self._contexts.all()

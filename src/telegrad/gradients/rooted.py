@@ -20,7 +20,6 @@ import torch
 from .. import current
 from ..errors import BackwardError, CallTimeoutError, PeerLostError, text_of
 from ..events import logger
-from ..interrupts import critical
 from ..messages import Begin, End, Envelope, Failure, Kind, Member
 from ..modes import current_modes
 from ..waiter import Waiter
@@ -88,22 +87,22 @@ class RootedPasses:
             UnknownContextError: the context has ended.
             NotStartedError: this worker has shut down.
         """
-        with critical():
-            pass_id = self.host.new_message_id()
-            root = RootedPass(pass_id, BackwardPass(self._id, plan.sends))
-            self._roots[pass_id] = root
+        pass_id = self.host.new_message_id()
+        root = RootedPass(pass_id, BackwardPass(self._id, plan.sends))
+        self._roots[pass_id] = root
+        try:
             try:
-                try:
-                    local = self._own_part(root, context, plan, roots, how)
-                    self._run_everywhere(root, local, plan, how)
-                finally:
-                    self._roots.pop(pass_id, None)
-                if root.error is not None:
-                    self._raise(root, local)
-                return local
+                local = self._own_part(root, context, plan, roots, how)
+                self._run_everywhere(root, local, plan, how)
             finally:
-                # Its traceback may have frames with the pass: only the collector would find them.
-                root.error = None
+                self._roots.pop(pass_id, None)
+            if root.error is not None:
+                self._raise(root, local)
+            return local
+        finally:
+            root.error = (
+                None  # its traceback may have frames with the pass: only the collector would find them
+            )
 
     def _own_part(self, root: RootedPass, context: Context, plan: Plan, roots: Roots, how: How) -> LocalPass:
         local = self._parts.new_of_root(root.id)

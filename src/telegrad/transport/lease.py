@@ -47,6 +47,10 @@ if TYPE_CHECKING:
 
 PATIENCE = 5e-3  # seconds that a thread may keep the lease while it does other work, before it is relieved
 _LIVELY = 1e-3  # messages at most this many seconds apart count as close
+# Two looks of a thread that spins are microseconds apart, unless another thread has its core. Then spinning only puts
+# it behind those that sleep, so no thread of the worker spins for a while.
+_DISTURBED = 0.3e-3
+_CALM = 0.2
 _AT_ONCE = 16  # connections that one look finds
 _READABLE = select.EPOLLIN | select.EPOLLRDHUP
 _NONE: list[Any] = []
@@ -64,6 +68,7 @@ class ReadLease:
         )  # the lease itself: guards receive() of all connections, and the two below
         self._lively = True  # the last message followed the one before it closely
         self._last = 0.0
+        self._no_spin_until = 0.0
         self._inner = select.epoll()
         self._fd = self._inner.fileno()
         self._poll = self._inner.poll
@@ -168,7 +173,7 @@ class ReadLease:
     def linger(self) -> float:
         """How many seconds a thread that has read should wait for the next message before it does something else; 0
         where messages are far apart."""
-        return self.max_spin if self._lively else 0.0
+        return self.max_spin if self._lively and time.monotonic() >= self._no_spin_until else 0.0
 
     def wait(self, timeout: float | None, waiter: Waiter | None = None) -> list[Connection]:
         """The connections that have something to read. Waits up to `timeout` seconds (0: not at all, None: for ever),
@@ -180,17 +185,20 @@ class ReadLease:
                 now = time.monotonic()
                 until = None if timeout is None else now + timeout
                 # Spinning pays where messages follow each other closely, and costs a core elsewhere.
-                spin_until = now + self.max_spin if self._lively else now
+                spin_until = now + self.linger
                 while not events:
                     if waiter is not None and waiter.done:
                         return _NONE
-                    now = time.monotonic()
+                    before, now = now, time.monotonic()
                     if until is not None and now >= until:
                         return _NONE
                     if now < spin_until:
                         os.sched_yield()
                         events = poll(0, _AT_ONCE)
+                    elif spin_until and now - before > _DISTURBED:
+                        spin_until, self._no_spin_until = 0.0, now + _CALM
                     else:
+                        spin_until = 0.0
                         events = self._block(None if until is None else until - now, waiter)
         except (OSError, ValueError):
             if not self._closed:
