@@ -25,6 +25,7 @@ from ..errors import (
 from ..events import logger
 from ..interrupts import interruptible
 from ..messages import Hello
+from ..waiter import Waiter
 from .base import FORKED, Buffer, Connection, ConnectionStatistics, Frames
 from .lease import ReadLease
 from .shm import SegmentPool
@@ -59,6 +60,7 @@ class StreamConnection(Connection):
         # taken over by a thread of its own when a writer's time is over in the middle of one.
         self._write_lock = threading.Lock()
         self._messages_out = self._bytes_out = 0
+        self._writers: list[Waiter] = []  # that wait for the lock; its single operations are atomic
 
     def open(self) -> None:
         if not self._aborted:
@@ -84,7 +86,7 @@ class StreamConnection(Connection):
                 raise ConnectionClosedError(self._closed_because)
             piece = in_one_piece(header, buffers, nbytes)
         except BaseException:
-            self._write_lock.release()
+            self._unlock()
             raise
         self._write_pieces([piece], None, nbytes + len(header), timeout, before_waiting)
         return nbytes
@@ -112,7 +114,7 @@ class StreamConnection(Connection):
         except BaseException:
             self._give_back_lane(lane)
             if locked:
-                self._write_lock.release()
+                self._unlock()
             raise
         self._write_pieces(pieces, lane, nbytes + len(frames.header), _left(deadline), before_waiting)
         return nbytes
@@ -153,13 +155,30 @@ class StreamConnection(Connection):
         if before_waiting is not None:
             before_waiting()
         deadline = None if timeout is None else time.monotonic() + timeout
-        # The lock is taken without waiting, so that an interrupt cannot come between it and its `try`.
+        # The lock is taken without waiting: an interrupt that ends the wait must not find it taken.
         while not self._write_lock.acquire(blocking=False):
+            waiter = Waiter()
+            self._writers.append(waiter)
+            if self._write_lock.acquire(blocking=False):
+                break  # it was released before the waiter could be seen
             left = _left(deadline)
             if left is not None and left <= 0:
                 raise self._too_slow()
-            interruptible(_wait_until_free, self._write_lock, left)
+            waiter.sleep(left)
         return _left(deadline)
+
+    def _unlock(self) -> None:
+        self._write_lock.release()
+        if self._writers:
+            self._wake_writers()
+
+    def _wake_writers(self) -> None:
+        """Wakes all who wait for the write lock: one that has given up must not be the only one."""
+        while self._writers:
+            try:
+                self._writers.pop().set_done()
+            except IndexError:
+                return
 
     def _too_slow(self) -> TimeoutError:
         return TimeoutError(f"worker {self.peer.name!r} did not take the message in time")
@@ -226,6 +245,8 @@ class StreamConnection(Connection):
         finally:
             if not handed_over:
                 self._write_lock.release()
+                if self._writers:
+                    self._wake_writers()
 
     def _withdraw(self, lane: Any) -> None:
         """Undoes _compose() and _fill_lane() for a message of which nothing was sent. The write lock is held."""
@@ -349,7 +370,7 @@ class StreamConnection(Connection):
         try:
             self._end_writing()
         finally:
-            self._write_lock.release()
+            self._unlock()
 
     def _end_reading(self) -> None:
         """Any number of times. The lease is held."""
@@ -392,11 +413,6 @@ def _behind(pieces: list[Buffer], sent: int) -> list[Buffer]:
             return [memoryview(piece)[sent:], *pieces[index + 1 :]]
         sent -= len(piece)
     return []
-
-
-def _wait_until_free(lock: threading.Lock, timeout: float | None) -> None:
-    if lock.acquire(timeout=-1 if timeout is None else timeout):
-        lock.release()
 
 
 def _left(deadline: float | None) -> float | None:

@@ -188,7 +188,7 @@ class UnixConnection(StreamConnection):
             self._words = self._pool.take_dropped()
             words = forget_words(self._words)
         except BaseException:
-            self._write_lock.release()
+            self._unlock()
             raise
         try:
             self._write_pieces([words], None, -1, 0.0, None)
