@@ -34,11 +34,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .. import current
 from ..events import logger
-from ..interrupts import interruptible
+from ..interrupts import finaliser, interruptible
 from .poller import ARMED, DISARMED, Poller
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class ReadLease:
         self._is_rung = False
         self._closed = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._close_bell = partial(os.close, self._bell)
         self._inner.register(self._bell, select.EPOLLIN)
         self._turn: Turn | None = None  # the last one that began
         self._timer_at = 0.0
@@ -143,7 +145,7 @@ class ReadLease:
         """Wakes the holder, or an idle thread; for a connection without a descriptor, when it has something to read."""
         if connection is not None:
             self._rung.append(connection)
-        if not self._is_rung and not self._closed:
+        if not self._is_rung:
             self._is_rung = True
             os.eventfd_write(self._bell, 1)
 
@@ -274,7 +276,6 @@ class ReadLease:
             self._closed = True
             self._poller.unregister(self._fd)
             self._inner.close()
-            os.close(self._bell)
             self._turn = None
             self.on_readable = _nothing
 
@@ -285,8 +286,12 @@ class ReadLease:
         if not self._closed:
             self._closed = True
             self._inner.close()
-            os.close(self._bell)
             self._by_fd.clear()
+
+    @finaliser
+    def __del__(self) -> None:
+        # Not in close(): another thread may be about to ring, and the number must still be ours then.
+        self._close_bell()
 
 
 class Turn:
