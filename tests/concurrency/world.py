@@ -101,8 +101,8 @@ class World:
             raise self.dead
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code.co_filename not in self._files:
-            return None
+        if frame.f_code.co_filename not in self._files or frame.f_code.co_name == "__del__":
+            return None  # the collector runs finalisers when it likes: they are not part of any order
         if event == "line":
             self._line(frame)
         return self._trace
