@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import subprocess
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -79,3 +80,15 @@ def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
     return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def commit_here() -> str:
+    """The commit that is measured, with a + where files were changed since; COMMIT where there is no repository."""
+    if given := os.environ.get("COMMIT"):
+        return given
+    said = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        found = subprocess.run(said, capture_output=True, text=True, check=False, timeout=10)
+    except OSError:
+        return ""
+    return found.stdout.strip()

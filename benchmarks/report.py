@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks import growth_plot, plot
 from benchmarks.figures import Figure, Suite
-from benchmarks.machine import Load, Machine
+from benchmarks.machine import Load, Machine, commit_here
 from benchmarks.runner import FLOOR, Plan, Results
 from benchmarks.summary import GrowthRow, Row, Side, growth_rows, per_one, rows, show, side
 from benchmarks.tables import Grid
@@ -69,7 +69,8 @@ def _document(
     table = rows(results, suite.figures)
     growth = growth_rows(results, suite.growths)
     quick = " **A quick run, with few samples and few workers: not to be quoted.**" if plan.quick else ""
-    parts = [f"# {suite.title}", f"{date}. {machine}. {plan.rounds} rounds, backends alternating.{quick}"]
+    of = f" Commit {commit}." if (commit := commit_here()) else ""
+    parts = [f"# {suite.title}", f"{date}. {machine}.{of} {plan.rounds} rounds, backends alternating.{quick}"]
     if table:
         parts += [ratios(table).markdown(), "\n".join(f"- {remark}" for remark in suite.remarks)]
     if pictures.bars:
