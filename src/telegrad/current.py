@@ -56,6 +56,7 @@ engine_pass: Callable[[], EnginePass | None] = _no_pass
 
 class _Thread(threading.local):
     critical = 0  # above zero: this thread runs telegrad's own code. See interrupts.py
+    blocking = False  # in a critical section: an interrupt may come all the same
     relieve: Callable[[], None] | None = None  # ends this thread's duty (see duty.py); None: it has none
 
     def __init__(self) -> None:

@@ -12,8 +12,9 @@ finaliser The garbage collector runs users' `__del__` on any thread, also while 
          A public function that finds the counter above zero was called from such a finaliser, and must not wait.
 
     with critical(): ...             a section; calls of public functions, at their outermost level
-    interruptible(function, *args)   inside of one: what blocks, or is a user's. An interrupt raises in there, so the
-                                     caller gives back what it holds with one `except BaseException`
+    interruptible(function, *args)   inside of one: users' code, or what blocks while nothing is held
+    blocking(function, *args)        inside of one: what blocks while the thread holds something. An interrupt raises in
+                                     there, so the caller gives that back with one `except BaseException`
     run_all(steps)                   an ending that must be complete: an interrupt is deferred to its end, also where
                                      a step blocks
 
@@ -91,6 +92,23 @@ def interruptible(function: Callable[..., Result], *args: Any) -> Result:
     return result
 
 
+def blocking(function: Callable[..., Result], *args: Any) -> Result:
+    """Calls a function that blocks while this thread holds something, the read lease, say: an interrupt comes through,
+    and a finaliser still sees a critical section."""
+    if not thread.critical:
+        return function(*args)
+    try:
+        thread.blocking = True
+        if deferred:
+            deliver()
+        result = function(*args)
+        thread.blocking = False
+    except BaseException:
+        thread.blocking = False
+        raise
+    return result
+
+
 class held:
     """Defers Ctrl-C also where the main thread blocks or runs users' code. A second one comes through."""
 
@@ -152,7 +170,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 def on_signal(signum: int, frame: Any) -> None:
     """Handles SIGINT."""
-    if thread.critical or _held:
+    if (thread.critical and not thread.blocking) or _held:
         now = time.monotonic()
         if not deferred:
             deferred.append(now)
@@ -224,6 +242,7 @@ def _in_child() -> None:
     global _held
     thread.is_main = True
     thread.critical = 0
+    thread.blocking = False
     _held = 0
     deferred.clear()
 

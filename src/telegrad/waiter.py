@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from .interrupts import interruptible
+from .interrupts import blocking
 
 
 class Waiter:
@@ -39,4 +39,4 @@ class Waiter:
         lock.acquire()
         self.wakes.append(lock.release)
         if not self.done:
-            interruptible(lock.acquire, True, -1 if timeout is None else max(0.0, timeout))
+            blocking(lock.acquire, True, -1 if timeout is None else max(0.0, timeout))

@@ -287,3 +287,15 @@ def test_threads_of_the_worker_are_critical_and_users_code_is_not(workers):
 
 def counter_here() -> int:
     return current.thread.critical
+
+
+def test_a_thread_that_blocks_is_open_to_interrupts_and_closed_to_finalisers(workers):
+    """It may hold the read lease: a finaliser that waits there would wait for itself."""
+    seen: list[int] = []
+    with telegrad.interrupts.critical():
+        telegrad.interrupts.blocking(lambda: seen.append(current.thread.critical))
+        telegrad.interrupts.interruptible(lambda: seen.append(current.thread.critical))
+        with pytest.raises(KeyboardInterrupt):
+            telegrad.interrupts.blocking(signal.raise_signal, signal.SIGINT)
+        assert not current.thread.blocking
+    assert seen == [1, 0]

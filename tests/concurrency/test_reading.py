@@ -341,14 +341,14 @@ def test_ctrl_c_while_blocked_comes_through_at_once(monkeypatch):
     play = Play(monkeypatch, ())
     one = play.bench.call(1, play.b, timeout=None)
     main = play.wait_for(one, "main")
-    real = interrupts.interruptible
+    real = interrupts.blocking
 
     def block_and_press(function: Callable[..., Any], *args: Any) -> Any:
         if current.thread.is_main and getattr(function, "__name__", "") == "poll":
             return real(interrupts.on_signal, signal.SIGINT, None)
         return real(function, *args)
 
-    play._patches.setattr("telegrad.transport.lease.interruptible", block_and_press)
+    play._patches.setattr("telegrad.transport.lease.blocking", block_and_press)
     play.run()
     assert isinstance(main.error, KeyboardInterrupt)
     assert play.world.now == 1000.0

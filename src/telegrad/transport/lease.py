@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import current
 from ..events import logger
-from ..interrupts import finaliser, interruptible
+from ..interrupts import blocking, finaliser
 from .poller import ARMED, DISARMED, Poller
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class ReadLease:
             waiter.wakes.append(self.ring)
             if waiter.done:
                 return _NONE
-        return interruptible(self._poll, timeout, _AT_ONCE)
+        return blocking(self._poll, timeout, _AT_ONCE)
 
     def _answer_bell(self, found: list[Connection]) -> None:
         try:

@@ -23,7 +23,7 @@ from ..errors import (
     TransportError,
 )
 from ..events import logger
-from ..interrupts import interruptible
+from ..interrupts import blocking
 from ..messages import Hello
 from ..waiter import Waiter
 from .base import FORKED, Buffer, Connection, ConnectionStatistics, Frames
@@ -280,7 +280,7 @@ class StreamConnection(Connection):
         poll = select.poll()
         # RDHUP: a TCP peer that closed, and reads no more, would leave us here for ever.
         poll.register(self.fd, events | select.POLLRDHUP)
-        found = interruptible(poll.poll, _milliseconds(timeout))
+        found = blocking(poll.poll, _milliseconds(timeout))
         if found and found[0][1] & _HUNG_UP:
             self._cannot_write(f"worker {self.peer.name!r} closed the connection")
         if self._closed_because:
