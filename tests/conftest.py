@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import telegrad
+from telegrad import current, interrupts
 
 TRANSPORTS = ("inproc", "unix", "tcp")
 
@@ -122,6 +123,15 @@ def ctrl_c_works() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def no_interrupt_is_left() -> None:
+    """A test that presses Ctrl-C must not leave anything of it to the next one in this process."""
+    interrupts.deferred.clear()
+    interrupts._held = 0
+    current.thread.critical, current.thread.blocking = 0, False
+    current.thread.is_main = threading.current_thread() is threading.main_thread()
 
 
 @pytest.fixture(scope="session")
