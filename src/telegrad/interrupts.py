@@ -133,6 +133,8 @@ def run_all(steps: list[Callable[[], Any]]) -> None:
     A second Ctrl-C breaks into the step that runs, and the rest runs all the same. That step runs once more, since it
     may not have begun: a step can be run twice.
     """
+    global _held
+    before = _held
     first: BaseException | None = None
     again = False  # the first of the steps was interrupted
     while steps:
@@ -143,6 +145,8 @@ def run_all(steps: list[Callable[[], Any]]) -> None:
                     del steps[0]
                     again = False
         except BaseException as error:
+            if thread.is_main:
+                _held = before  # a second Ctrl-C may have come before the first line of __exit__
             interrupted = not isinstance(error, Exception)
             if first is None or (interrupted and isinstance(first, Exception)):
                 first = error
