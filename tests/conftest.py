@@ -126,12 +126,14 @@ def ctrl_c_works() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_interrupt_is_left() -> None:
-    """A test that presses Ctrl-C must not leave anything of it to the next one in this process."""
+def no_interrupt_is_left() -> Iterator[None]:
+    """A test that presses Ctrl-C leaves nothing of it to the next one in this process."""
+    yield
+    left = (interrupts.deferred[:], interrupts._held, current.thread.critical, current.thread.blocking)
     interrupts.deferred.clear()
-    interrupts._held = 0
-    current.thread.critical, current.thread.blocking = 0, False
-    current.thread.is_main = threading.current_thread() is threading.main_thread()
+    interrupts._held, current.thread.critical, current.thread.blocking = 0, 0, False
+    assert left == ([], 0, 0, False), "deferred interrupts, endings, critical sections, blocking sections left behind"
+    assert current.thread.is_main
 
 
 @pytest.fixture(scope="session")
