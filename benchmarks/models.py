@@ -16,8 +16,8 @@ def _rpc() -> Any:
     import torch.distributed.rpc as theirs
 
     import telegrad.rpc
-    from telegrad.current import current_worker
     from telegrad.errors import NotStartedError
+    from telegrad.primitives.current import current_worker
 
     try:
         current_worker()  # a call may be served before init_rpc() has returned in this process

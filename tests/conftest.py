@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import telegrad
-from telegrad import current, interrupts
+from telegrad.primitives import current, interrupts
 
 TRANSPORTS = ("inproc", "unix", "tcp")
 
@@ -132,7 +132,9 @@ def no_interrupt_is_left() -> Iterator[None]:
     left = (interrupts.deferred[:], interrupts._held, current.thread.critical, current.thread.blocking)
     interrupts.deferred.clear()
     interrupts._held, current.thread.critical, current.thread.blocking = 0, 0, False
-    assert left == ([], 0, 0, False), "deferred interrupts, endings, critical sections, blocking sections left behind"
+    assert left == ([], 0, 0, False), (
+        "deferred interrupts, endings, critical sections, blocking sections left behind"
+    )
     assert current.thread.is_main
 
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import autograd, errors, rpc
-    from .cluster import LocalCluster
-    from .config import Options
-    from .forkserver import ForkServer
+    from .cluster.forkserver import ForkServer
+    from .cluster.local import LocalCluster
     from .messages import WorkerInfo
+    from .options import Options
     from .worker import Statistics, Worker
 
 __version__ = "0.1.0"
@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ForkServer": "forkserver",
-    "LocalCluster": "cluster",
-    "Options": "config",
+    "ForkServer": "cluster.forkserver",
+    "LocalCluster": "cluster.local",
+    "Options": "options",
     "Statistics": "worker",
     "Worker": "worker",
     "WorkerInfo": "messages",

@@ -17,16 +17,17 @@ from typing import Any
 
 import torch
 
-from . import current, interrupts, profiled_calls
-from .current import current_worker
 from .errors import GradientError
 from .gradients.contexts import Context
 from .graph.gathering import gather
 from .graph.graph import Graph
-from .interrupts import finaliser, in_finaliser
 from .messages import COUNTER_BITS
-from .pending import effective_timeout
-from .untraced import untraced, untraced_methods
+from .primitives import current, interrupts
+from .primitives.current import current_worker
+from .primitives.interrupts import finaliser, in_finaliser
+from .primitives.untraced import untraced, untraced_methods
+from .runtime import profiled_calls
+from .runtime.pending import effective_timeout
 from .worker import Worker
 
 __all__ = [

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .dispatch import ASYNC_MARK
+from .runtime.serving import ASYNC_MARK
 
 
 def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import functions
-from .config import Options
-from .current import current_worker, default_worker, set_default_worker
 from .errors import AlreadyStartedError
-from .futures import Future
 from .messages import WorkerInfo
-from .rendezvous import Group, open_store
+from .options import Options
+from .primitives.current import current_worker, default_worker, set_default_worker
+from .primitives.futures import Future
+from .primitives.text import check_name
+from .primitives.untraced import untraced
+from .rendezvous.group import Group, open_store
 from .rref import RRef, create
-from .text import check_name
-from .untraced import untraced
 from .worker import Worker
 
 __all__ = [

@@ -15,18 +15,18 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from . import current
-from .by_value import received_handle
-from .current import current_worker
-from .dispatch import MAY_WAIT
 from .errors import CallTimeoutError, EncodeError, GradientError, NotStartedError, PeerLostError
-from .futures import Future
-from .handles import Handle
-from .interrupts import critical, finaliser
 from .messages import WorkerInfo
-from .pending import effective_timeout
-from .references import Entry, Owned
-from .untraced import untraced_methods
+from .primitives import current
+from .primitives.current import current_worker
+from .primitives.futures import Future
+from .primitives.interrupts import critical, finaliser
+from .primitives.untraced import untraced_methods
+from .references.table import Entry, Owned
+from .runtime.pending import effective_timeout
+from .runtime.serving import MAY_WAIT
+from .serialization.by_value import received_handle
+from .serialization.handles import Handle
 from .worker import Worker
 
 T = TypeVar("T")

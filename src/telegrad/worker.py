@@ -20,12 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from . import current, interrupts
-from .by_value import main_script
-from .calls import Calls
-from .codec import Body, Codec
-from .config import Options
-from .dispatch import Dispatch
 from .errors import (
     HandedOverError,
     NotStartedError,
@@ -36,22 +30,28 @@ from .errors import (
     text_of,
 )
 from .events import Event, Events, logger
-from .futures import Future
 from .gradients.attach import Attach
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
-from .interrupts import critical, install, interruptible, run_all, uninstall
-from .mail import Mail
 from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Hello, Kind, Member, WorkerInfo
-from .peers import Peers
-from .pending import PendingCall, PendingCalls
-from .reading import Incoming, Reader
-from .recording import Recorder
-from .references import Entry, Held, References
-from .rendezvous import Group, this_host
-from .shutdown import Retirement
-from .text import check_name
-from .threads import Threads
+from .options import Options
+from .primitives import current, interrupts
+from .primitives.futures import Future
+from .primitives.interrupts import critical, install, interruptible, run_all, uninstall
+from .primitives.text import check_name
+from .references.table import Entry, Held, References
+from .rendezvous.group import Group, this_host
+from .runtime.calls import Calls
+from .runtime.mail import Mail
+from .runtime.peers import Peers
+from .runtime.pending import PendingCall, PendingCalls
+from .runtime.reader import Incoming, Reader
+from .runtime.recording import Recorder
+from .runtime.serving import Dispatch
+from .runtime.shutdown import Retirement
+from .runtime.threads import Threads
+from .serialization.by_value import main_script
+from .serialization.codec import Body, Codec
 from .transport.base import Connection, ConnectionStatistics, Frames, Transport
 from .transport.inproc import Hub, InprocTransport, loopback
 from .transport.lease import ReadLease

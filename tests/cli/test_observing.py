@@ -16,9 +16,9 @@ from torch.distributed import FileStore, PrefixStore
 
 import telegrad
 from telegrad import autograd, errors, rpc
-from telegrad.current import current_worker
-from telegrad.observing import Look, Observer, Report, Seen
-from telegrad.rendezvous import Group, connect_store, serve_store
+from telegrad.cli.observer import Look, Observer, Report, Seen
+from telegrad.primitives.current import current_worker
+from telegrad.rendezvous.group import Group, connect_store, serve_store
 from telegrad.worker import Worker
 
 QUICK = telegrad.Options(shutdown_timeout=10.0)

@@ -9,12 +9,14 @@ from typing import Any
 
 from world import Epoll, World
 
-from telegrad import current, interrupts, pending, reading, waiter
-from telegrad.codec import Codec
 from telegrad.errors import ConnectionClosedError
 from telegrad.messages import Envelope, Hello, Kind, Reply
-from telegrad.pending import PendingCall, PendingCalls
-from telegrad.reading import Reader
+from telegrad.primitives import current, interrupts, waiter
+from telegrad.runtime import pending
+from telegrad.runtime import reader as reading
+from telegrad.runtime.pending import PendingCall, PendingCalls
+from telegrad.runtime.reader import Reader
+from telegrad.serialization.codec import Codec
 from telegrad.transport import lease as lease_module
 from telegrad.transport.base import Connection, Frames
 from telegrad.transport.lease import ReadLease

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import telegrad
-from telegrad import autograd, current, interrupts, rpc
+from telegrad import autograd, rpc
+from telegrad.primitives import current, interrupts
 from telegrad.worker import Worker
 
 SOURCE = str(Path(telegrad.__file__).parent)

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 import telegrad
-from telegrad import autograd, current, errors, rpc
+from telegrad import autograd, errors, rpc
+from telegrad.primitives import current
 
 PATIENCE = 20.0
 SOURCE = str(Path(telegrad.__file__).parent)
@@ -208,7 +209,7 @@ def test_a_finaliser_may_call_at_every_line(workers, program, action):
 
 def test_a_call_of_a_finaliser_is_made_after_all(workers):
     made: list[Any] = []
-    with telegrad.interrupts.critical():  # as in the middle of telegrad's own code
+    with telegrad.primitives.interrupts.critical():  # as in the middle of telegrad's own code
         made.append(rpc.rpc_async("a", echo, args=(5,)))
         rref = rpc.remote("a", make)
         with pytest.raises(errors.FinaliserError, match="rpc_sync.* in a finaliser"):
@@ -292,10 +293,10 @@ def counter_here() -> int:
 def test_a_thread_that_blocks_is_open_to_interrupts_and_closed_to_finalisers(workers):
     """It may hold the read lease: a finaliser that waits there would wait for itself."""
     seen: list[int] = []
-    with telegrad.interrupts.critical():
-        telegrad.interrupts.blocking(lambda: seen.append(current.thread.critical))
-        telegrad.interrupts.interruptible(lambda: seen.append(current.thread.critical))
+    with telegrad.primitives.interrupts.critical():
+        telegrad.primitives.interrupts.blocking(lambda: seen.append(current.thread.critical))
+        telegrad.primitives.interrupts.interruptible(lambda: seen.append(current.thread.critical))
         with pytest.raises(KeyboardInterrupt):
-            telegrad.interrupts.blocking(signal.raise_signal, signal.SIGINT)
+            telegrad.primitives.interrupts.blocking(signal.raise_signal, signal.SIGINT)
         assert not current.thread.blocking
     assert seen == [1, 0]

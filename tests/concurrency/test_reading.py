@@ -11,9 +11,9 @@ import pytest
 from scripted import WATCHED, Bench
 from world import DeadlockError, World, orders
 
-from telegrad import current, interrupts
 from telegrad.messages import Call, Envelope, Kind
-from telegrad.waiter import Waiter
+from telegrad.primitives import current, interrupts
+from telegrad.primitives.waiter import Waiter
 
 Switches = Sequence[tuple[int, int]]
 

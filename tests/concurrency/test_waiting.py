@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from world import World, orders
 
-from telegrad import pending, threads, waiter
-from telegrad.pending import PendingCall, PendingCalls, Window
-from telegrad.threads import Threads
-from telegrad.waiter import Waiter
+from telegrad.primitives import waiter
+from telegrad.primitives.waiter import Waiter
+from telegrad.runtime import pending, threads
+from telegrad.runtime.pending import PendingCall, PendingCalls, Window
+from telegrad.runtime.threads import Threads
 
 Switches = Sequence[tuple[int, int]]
 WATCHED = (waiter, pending, threads)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from telegrad import autograd, current, rpc
+from telegrad import autograd, rpc
+from telegrad.primitives import current
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import telegrad
-from telegrad import autograd, current, errors, rpc
+from telegrad import autograd, errors, rpc
 from telegrad.events import Event
+from telegrad.primitives import current
 from telegrad.worker import Worker
 
 PATIENCE = 30.0  # no wait in a test is longer

@@ -34,8 +34,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import telegrad
-from telegrad import autograd, current, rpc
+from telegrad import autograd, rpc
 from telegrad.events import Event
+from telegrad.primitives import current
 
 _PLACES: dict[tuple[int, int], Place] = {}  # (run, worker) -> that worker's part of the run
 _run_numbers = itertools.count(1)

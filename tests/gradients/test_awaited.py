@@ -27,7 +27,7 @@ from fault_programs import (
 
 import telegrad
 from telegrad import autograd, errors, rpc
-from telegrad.gradients.awaited import Awaited, PartState, explain
+from telegrad.gradients.diagnosis import Awaited, PartState, explain
 
 
 def sends_by_ends(context_id: int) -> dict[tuple[str, str], int]:

@@ -12,9 +12,9 @@ import torch
 from named_leaves import assert_same, expected, gradients, grads, here, leaf, there
 
 from telegrad import autograd, errors, rpc
-from telegrad.current import current_worker
 from telegrad.gradients.backward_pass import State
 from telegrad.messages import Gradients
+from telegrad.primitives.current import current_worker
 
 pytestmark = pytest.mark.usefixtures("module_cluster")
 

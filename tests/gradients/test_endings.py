@@ -34,11 +34,13 @@ from fault_programs import (
 from torch import Tensor
 
 import telegrad
-from telegrad import autograd, current, errors, rpc
+from telegrad import autograd, errors, rpc
 from telegrad.events import Event
-from telegrad.gradients import leaves, rooted
+from telegrad.gradients import leaves
+from telegrad.gradients import root as rooted
 from telegrad.gradients.backward_pass import Finish
 from telegrad.messages import Envelope, Kind
+from telegrad.primitives import current
 
 # -- its time ---------------------------------------------------------------------------------------------
 

@@ -14,8 +14,9 @@ import torch
 from fault_programs import PATIENCE, PLACES, Fault, at, check_nothing_is_left, check_works, forward, on_b
 
 import telegrad
-from telegrad import autograd, current, errors, rpc
+from telegrad import autograd, errors, rpc
 from telegrad.gradients import nodes
+from telegrad.primitives import current
 
 WAYS = ("function", "hook", "leaf hook", "post hook")
 

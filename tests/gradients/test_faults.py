@@ -34,9 +34,10 @@ from fault_programs import (
 from torch import Tensor
 
 import telegrad
-from telegrad import autograd, current, errors, rpc
+from telegrad import autograd, errors, rpc
 from telegrad.events import Event
 from telegrad.messages import Autograd, Envelope, Gradients, Kind
+from telegrad.primitives import current
 from telegrad.worker import Worker
 
 SMALL_MESSAGES = telegrad.Options(max_message_bytes=1 << 18)

@@ -36,9 +36,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import telegrad
-from telegrad import autograd, current, errors, rpc
-from telegrad.gradients.planning import edge_of
+from telegrad import autograd, errors, rpc
+from telegrad.gradients.plan import edge_of
 from telegrad.graph import Graph, Leaf, Node, Operation, Recv, Root, Send
+from telegrad.primitives import current
 
 _kept: dict[str, Tensor] = {}  # leaves of in-process workers
 

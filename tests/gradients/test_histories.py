@@ -12,7 +12,7 @@ from fault_programs import PATIENCE, check_nothing_is_left, check_works
 from torch import Tensor
 
 from telegrad import autograd, errors, rpc
-from telegrad.current import current_context_id, current_worker
+from telegrad.primitives.current import current_context_id, current_worker
 
 
 def end_here() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from telegrad.gradients.log import Log, MissingEntryError, flatten_groups, useful
+from telegrad.gradients.dependency_log import Log, MissingEntryError, flatten_groups, useful
 from telegrad.messages import Entry
 
 CONTEXT, OTHER = 1000, 2000

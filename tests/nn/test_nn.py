@@ -19,9 +19,9 @@ from torch import nn
 
 import telegrad
 from telegrad import autograd, errors, rpc
-from telegrad.current import current_worker
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
+from telegrad.primitives.current import current_worker
 from telegrad.rpc import RRef
 
 PATIENCE = 10.0

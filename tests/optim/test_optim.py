@@ -17,8 +17,8 @@ from torch.optim import lr_scheduler
 
 import telegrad
 from telegrad import autograd, errors, rpc
-from telegrad.current import current_worker
 from telegrad.optim import DistributedOptimizer, OptimizerError, clip_grad_norm_
+from telegrad.primitives.current import current_worker
 from telegrad.rpc import RRef
 
 PATIENCE = 10.0
@@ -511,10 +511,10 @@ def test_an_owner_that_the_context_has_not_reached(cluster):
     before = there.values()
     with autograd.context() as context_id:
         autograd.backward(context_id, [there.halves[0].rpc_sync().forward(batch(0)).sum()])
-        token = telegrad.current.context_id.set(0)
+        token = telegrad.primitives.current.context_id.set(0)
         theirs.step(context_id)
         norm = clip_grad_norm_(context_id, there.params, 1.0)
-        telegrad.current.context_id.reset(token)
+        telegrad.primitives.current.context_id.reset(token)
     assert norm > 1
     after = there.values()
     assert [torch.equal(x, y) for x, y in zip(before, after, strict=True)] == [False, False, True, True]

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 import telegrad
-from telegrad import current, errors, interrupts, rpc
-from telegrad.forkserver import ForkServer, Job
-from telegrad.rendezvous import poll_until
+from telegrad import errors, rpc
+from telegrad.cluster.forkserver import ForkServer, Job
+from telegrad.primitives import current, interrupts
+from telegrad.rendezvous.group import poll_until
 
 PATIENCE = 30.0
 PACKAGE = str(Path(telegrad.__file__).parent)
@@ -76,7 +77,7 @@ def points(monkeypatch: pytest.MonkeyPatch) -> Points:
     for name, module in list(sys.modules.items()):
         if (
             name.startswith("telegrad.")
-            and name != "telegrad.interrupts"
+            and name != "telegrad.primitives.interrupts"
             and hasattr(module, "interruptible")
         ):
             monkeypatch.setattr(module, "interruptible", points)
@@ -206,7 +207,7 @@ def test_the_answer_to_a_request_that_was_given_up_goes_to_no_other_request(serv
     os.kill(stopped, signal.SIGSTOP)
     try:
         with pytest.raises(errors.ClusterError, match="did not answer within"):
-            server.spawn([Job("late", "telegrad.cluster:run_child", b"")], timeout=0.01)
+            server.spawn([Job("late", "telegrad.cluster.local:run_child", b"")], timeout=0.01)
     finally:
         os.kill(stopped, signal.SIGCONT)
     check_next_cluster(server)
@@ -232,6 +233,6 @@ def test_a_start_that_fails_gives_everything_back(server):
 
 
 def _group(host: str, port: int) -> Any:
-    from telegrad.rendezvous import Group, connect_store
+    from telegrad.rendezvous.group import Group, connect_store
 
     return Group(connect_store(host, port, PATIENCE), None, PATIENCE)

@@ -15,10 +15,10 @@ from torch.distributed import HashStore
 
 import telegrad
 from telegrad import errors, rpc
+from telegrad.cli.observer import Observer
 from telegrad.messages import Member
-from telegrad.observing import Observer
-from telegrad.rendezvous import Group, connect_store, serve_store
-from telegrad.routes import addresses_to_dial, why_none
+from telegrad.rendezvous.group import Group, connect_store, serve_store
+from telegrad.runtime.routes import addresses_to_dial, why_none
 from telegrad.transport import tcp
 from telegrad.worker import Worker
 

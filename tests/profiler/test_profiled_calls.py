@@ -13,7 +13,8 @@ import torch
 from torch.autograd import profiler_legacy
 
 import telegrad
-from telegrad import autograd, profiled_calls, profiler, rpc
+from telegrad import autograd, profiler, rpc
+from telegrad.runtime import profiled_calls
 
 CPU = [torch.profiler.ProfilerActivity.CPU]
 PROFILES: dict[str, Callable[[], Any]] = {

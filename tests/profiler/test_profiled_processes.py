@@ -98,7 +98,7 @@ def test_a_worker_that_is_killed_while_profiled(server: telegrad.ForkServer, tmp
 
 
 def hold_on(session: Any) -> bool:
-    from telegrad.current import current_worker
+    from telegrad.primitives.current import current_worker
 
     return current_worker().recorder.session is not None
 
@@ -114,4 +114,4 @@ def test_a_root_that_is_gone_leaves_nobody_recording(server: telegrad.ForkServer
         assert cluster.call("a", begin)
         assert cluster.call("b", hold_on, None)
         os.kill(cluster.pids["a"], signal.SIGKILL)
-        assert telegrad.rendezvous.poll_until(lambda: not cluster.call("b", hold_on, None), 20)
+        assert telegrad.rendezvous.group.poll_until(lambda: not cluster.call("b", hold_on, None), 20)

@@ -19,9 +19,9 @@ from typing import Any
 
 from telegrad.errors import PeerLostError, ValueGoneError
 from telegrad.events import logger
-from telegrad.futures import Future
 from telegrad.messages import COUNTER_BITS, Envelope, Kind
-from telegrad.references import Arrival, Entry, References
+from telegrad.primitives.futures import Future
+from telegrad.references.table import Arrival, Entry, References
 
 NAMES = "abcd"
 

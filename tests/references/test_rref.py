@@ -16,7 +16,7 @@ import torch
 
 import telegrad
 from telegrad import autograd, errors, rpc
-from telegrad.current import current_worker
+from telegrad.primitives.current import current_worker
 from telegrad.rpc import RRef
 
 PATIENCE = 5.0

@@ -14,7 +14,7 @@ import pytest
 
 import telegrad
 from telegrad import errors, rpc
-from telegrad.current import current_worker
+from telegrad.primitives.current import current_worker
 from telegrad.rpc import RRef
 
 PATIENCE = 10.0

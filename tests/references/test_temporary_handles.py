@@ -11,8 +11,8 @@ import torch
 
 import telegrad
 from telegrad import rpc
-from telegrad.current import current_worker
 from telegrad.nn import RemoteModule
+from telegrad.primitives.current import current_worker
 
 PATIENCE = 10.0
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from raw_peers import Raw, connection_over, socket_pair
 
-from telegrad.config import Options
+from telegrad.options import Options
 from telegrad.transport.lease import ReadLease
 from telegrad.transport.poller import Poller
-from telegrad.transport.streams import StreamConnection
+from telegrad.transport.stream import StreamConnection
 
 
 class Made:

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from telegrad.config import Options
+from conformance import read
+
 from telegrad.messages import Hello
-from telegrad.testing import read
+from telegrad.options import Options
 from telegrad.transport.base import Frames
 from telegrad.transport.lease import ReadLease
 from telegrad.transport.poller import Poller
-from telegrad.transport.streams import StreamConnection
+from telegrad.transport.stream import StreamConnection
 from telegrad.transport.tcp import TcpConnection
 from telegrad.transport.unix import UnixConnection
 

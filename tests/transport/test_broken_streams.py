@@ -12,16 +12,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from conformance import read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_peers import no_more_descriptors, read_all
 
-from telegrad.config import Options
 from telegrad.errors import ConnectionClosedError, ProtocolError
-from telegrad.testing import read
+from telegrad.options import Options
 from telegrad.transport import wire
 from telegrad.transport.base import Frames
-from telegrad.transport.shm import PAGE, Segment, SegmentPool
+from telegrad.transport.shared_memory import PAGE, Segment, SegmentPool
 from telegrad.transport.wire import FrameReader
 
 STREAMS = ("unix", "tcp")
@@ -315,7 +315,7 @@ def test_a_segment_of_the_peer_that_cannot_be_mapped_ends_the_connection(ends, m
     def no_memory(*args):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("telegrad.transport.shm.Memory", no_memory)
+    monkeypatch.setattr("telegrad.transport.shared_memory.Memory", no_memory)
     with pytest.raises(ConnectionClosedError, match="Cannot allocate memory"):
         read(other, None)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-
-from telegrad.testing import ALL_CHECKS, check_transport, connected
+from conformance import ALL_CHECKS, check_transport, connected
 
 
 @pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)

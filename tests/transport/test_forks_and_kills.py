@@ -8,12 +8,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from conformance import connected, read
 from raw_peers import WAIT, connection_over, forked, read_all, socket_pair
 
-from telegrad.config import Options
 from telegrad.errors import ConnectionClosedError
 from telegrad.messages import Hello
-from telegrad.testing import connected, read
+from telegrad.options import Options
 from telegrad.transport.base import Frames
 from telegrad.transport.lease import ReadLease
 from telegrad.transport.poller import ARMED, Poller

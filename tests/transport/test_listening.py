@@ -12,15 +12,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from conformance import read
 from raw_peers import WAIT, Raw, forked, no_more_descriptors, polling
 from torch.distributed import HashStore
 
-from telegrad.config import Options
 from telegrad.errors import AddressError, ConnectError, ConnectionClosedError, VersionError
 from telegrad.messages import WIRE_VERSION, Hello
-from telegrad.rendezvous import Group
-from telegrad.testing import read
-from telegrad.threads import Threads
+from telegrad.options import Options
+from telegrad.rendezvous.group import Group
+from telegrad.runtime.threads import Threads
 from telegrad.transport.base import CrossingError
 from telegrad.transport.handshake import GREETING, GREETING_MAGIC, MAX_GREETING
 from telegrad.transport.lease import ReadLease

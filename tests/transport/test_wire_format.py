@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from telegrad.codec import Codec
-from telegrad.config import SHARED_MEMORY_FROM, Options
 from telegrad.messages import WIRE_VERSION, Call, Envelope, Hello, Kind, Reply
-from telegrad.transport import handshake, shm, wire
+from telegrad.options import SHARED_MEMORY_FROM, Options
+from telegrad.serialization.codec import Codec
+from telegrad.transport import handshake, wire
+from telegrad.transport import shared_memory as shm
 from telegrad.transport.base import Frames
 
 PAGE = Path(__file__).parents[2] / "docs" / "wire-format.md"

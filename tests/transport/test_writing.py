@@ -8,12 +8,13 @@ import socket
 import threading
 
 import pytest
+from conformance import read
 from raw_peers import WAIT, no_more_descriptors, read_all, trickle
 
-from telegrad.config import Options
 from telegrad.errors import ConnectionClosedError, HandedOverError, TooLargeError
-from telegrad.testing import read
-from telegrad.transport import shm, wire
+from telegrad.options import Options
+from telegrad.transport import shared_memory as shm
+from telegrad.transport import wire
 from telegrad.transport.base import Frames
 
 STREAMS = ("unix", "tcp")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from telegrad.codec import Codec
 from telegrad.messages import COUNTER_BITS, Call, Envelope, Hello, Kind, Reply
+from telegrad.serialization.codec import Codec
 from telegrad.transport.base import Frames
 
 

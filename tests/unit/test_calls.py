@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import telegrad
-from telegrad import current, errors, rpc
+from telegrad import errors, rpc
+from telegrad.primitives import current
 
 PATIENCE = 30.0  # no wait in a test is longer
 

@@ -11,10 +11,11 @@ import pytest
 from ends import End, encoded
 
 import telegrad
-from telegrad import current, errors, rpc
-from telegrad.current import current_worker
+from telegrad import errors, rpc
 from telegrad.errors import DecodeError, EncodeError, RemoteError
 from telegrad.messages import Envelope, Kind, Reply
+from telegrad.primitives import current
+from telegrad.primitives.current import current_worker
 from telegrad.transport.base import Frames
 
 ENDINGS = [SystemExit, KeyboardInterrupt, GeneratorExit]
@@ -84,8 +85,8 @@ class TestOnAThreadOfTheWorker:
         assert "BadError" in failure.type_name
 
     def test_errors_of_creations(self, kind):
-        table = telegrad.references.References(1, "a")
-        entry = table._owned[5] = telegrad.references.Owned(5, 1)
+        table = telegrad.references.table.References(1, "a")
+        entry = table._owned[5] = telegrad.references.table.Owned(5, 1)
         table.set_error(5, BadError(kind, "pickled"))
         with pytest.raises(RemoteError, match="a bad one"):
             table.value_of(entry, 1.0)

@@ -32,5 +32,5 @@ def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="module 'telegrad' has no attribute 'nothing'"):
         _ = telegrad.nothing
     assert not hasattr(telegrad, "__wrapped__")
-    assert telegrad.optim.DistributedOptimizer.__module__ == "telegrad.optim"
+    assert telegrad.optim.DistributedOptimizer.__module__.startswith("telegrad.optim")
     assert set(telegrad.__all__) <= set(dir(telegrad))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from telegrad import rpc
+from telegrad.gradients.torch_modes import applied, current_modes
 from telegrad.messages import Modes
-from telegrad.modes import applied, current_modes
 
 DEFAULT = (True, False, False, torch.bfloat16, False)
 

@@ -11,7 +11,7 @@ import cloudpickle
 import pytest
 import torch
 
-from telegrad.names import Names
+from telegrad.serialization.by_name import Names
 
 
 def function() -> int:

@@ -12,10 +12,10 @@ import pytest
 from torch.distributed import HashStore
 
 from telegrad import errors
-from telegrad.config import Options
 from telegrad.messages import MAX_WORKER_ID, MIN_OBSERVER_ID, PROBE_ID, Hello, Member
-from telegrad.peers import Peers
-from telegrad.rendezvous import Group
+from telegrad.options import Options
+from telegrad.rendezvous.group import Group
+from telegrad.runtime.peers import Peers
 from telegrad.transport.base import Connection, CrossingError, Frames
 from telegrad.transport.inproc import Hub
 from telegrad.worker import Worker

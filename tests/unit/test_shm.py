@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from telegrad.errors import ConnectionClosedError, ProtocolError
-from telegrad.transport import shm
-from telegrad.transport.shm import (
+from telegrad.transport import shared_memory as shm
+from telegrad.transport.shared_memory import (
     FILLED,
     FREE,
     LENT,

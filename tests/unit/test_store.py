@@ -14,11 +14,11 @@ from torch.distributed import HashStore, Store
 
 import telegrad
 from telegrad import errors
-from telegrad.interrupts import critical
+from telegrad.cli.observer import ObservedGroup
 from telegrad.messages import Member
-from telegrad.observing import ObservedGroup
-from telegrad.rendezvous import Group
-from telegrad.store import Deadline, StoreClient
+from telegrad.primitives.interrupts import critical
+from telegrad.rendezvous.group import Group
+from telegrad.rendezvous.store import Deadline, StoreClient
 from telegrad.worker import Worker
 
 PATIENCE = 30.0
@@ -174,7 +174,7 @@ def test_an_interrupt_while_the_store_is_stopped_comes_through(store, monkeypatc
     def interrupted(function, *args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("telegrad.store.interruptible", interrupted)
+    monkeypatch.setattr("telegrad.rendezvous.store.interruptible", interrupted)
     with pytest.raises(KeyboardInterrupt):
         client.ask(lambda it: it.add("n", 1), Deadline(PATIENCE))
     monkeypatch.undo()

@@ -12,11 +12,11 @@ import telegrad
 from telegrad import rpc
 from telegrad.cli import output, trace
 from telegrad.cli.views import GONE, SILENT, Row, View, table
+from telegrad.primitives.text import LONGEST_NAME, check_name, clean, clean_lines
 from telegrad.profiler.averages import function_events
 from telegrad.profiler.critical_path import Link
 from telegrad.profiler.summary import Summary, WorkerTime
-from telegrad.rendezvous import Group
-from telegrad.text import LONGEST_NAME, check_name, clean, clean_lines
+from telegrad.rendezvous.group import Group
 from telegrad.worker import Worker
 
 EVIL = "a\x1b]0;owned\x07[/]b"

@@ -58,7 +58,7 @@ def _compare(*, with_torch: bool, as_json: bool) -> int:
     import torch
     import torch.distributed.rpc as torch_rpc
 
-    from ..cluster import LocalCluster
+    from ..cluster.local import LocalCluster
     from ..errors import TelegradError
     from .comparison import FIGURES, compare
 

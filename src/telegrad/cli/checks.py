@@ -91,7 +91,7 @@ def torch_build() -> Iterator[Finding]:
 def shared_memory() -> Iterator[Finding]:
     slower = "large messages go through the socket, which is slower"
     try:
-        from ..transport.shm import SegmentPool
+        from ..transport.shared_memory import SegmentPool
 
         pool = SegmentPool(MIB, shared=True)
         try:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from ..text import clean_lines
+from ..primitives.text import clean_lines
 
 
 class Code(IntEnum):

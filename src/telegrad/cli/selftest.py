@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from .. import autograd, rpc
-from ..cluster import LocalCluster
+from ..cluster.local import LocalCluster
 from ..errors import TelegradError
 from .checks import OK, SLOW, WRONG, Finding
 from .figures import duration

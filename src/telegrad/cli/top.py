@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.live import Live
 
 from ..errors import AddressError, RendezvousError, TelegradError
-from ..observing import Look, Observer
-from ..text import clean
+from ..primitives.text import clean
+from .observer import Look, Observer
 from .output import Code, Stopped, console, show
 from .views import ANSWERS, Row, View, rows, summary, table
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import TelegradError
+from ..primitives.text import clean, clean_lines
 from ..profiler import Summary, load, merge
 from ..profiler.summary import TITLES
-from ..text import clean, clean_lines
 from .figures import duration, size
 from .output import Code, Stopped, console, error_console
 

@@ -10,9 +10,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from ..observing import Look, Report, Seen
-from ..text import clean
+from ..primitives.text import clean
 from .figures import count, duration, number, size
+from .observer import Look, Report, Seen
 
 ANSWERS, SILENT, GONE = "answers", "no answer", "gone"
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed.rpc.api as torch_api
 
 from .. import autograd, messages
-from ..config import Options
-from ..current import current_worker, set_default_worker
 from ..errors import NotStartedError, RendezvousError, UnknownWorkerError
-from ..rendezvous import Group, poll_until
+from ..options import Options
+from ..primitives.current import current_worker, set_default_worker
+from ..rendezvous.group import Group, poll_until
 from ..worker import Worker
 
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed.rpc.api as torch_api
 
-from .. import autograd, profiled_calls, rpc
+from .. import autograd, rpc
 from ..errors import CallTimeoutError, GradientError, PeerLostError, UnknownWorkerError
 from ..rref import RRef
+from ..runtime import profiled_calls
 
 UNSET_TIMEOUT = rpc.UNSET_TIMEOUT
 

@@ -11,7 +11,7 @@ import multiprocessing.spawn
 from pathlib import Path
 from typing import Any
 
-from .. import profiled_calls
+from ..runtime import profiled_calls
 
 _FIRST_OF_ALL = """
 import sys

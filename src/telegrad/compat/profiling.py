@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..current import current_worker
 from ..events import Event
+from ..primitives.current import current_worker
 
 Records = Any  # of the legacy profiler, of one call
 

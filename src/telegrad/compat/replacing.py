@@ -25,10 +25,11 @@ import torch.distributed.rpc.backend_registry
 import torch.distributed.rpc.options
 import torch.distributed.rpc.rref_proxy
 
-from .. import autograd, profiled_calls
-from ..config import Options
+from .. import autograd
 from ..gradients.leaves import leaves_are_averaged
+from ..options import Options
 from ..rref import RRef
+from ..runtime import profiled_calls
 from . import agent, calls, profiling
 from .children import follow_into_children
 

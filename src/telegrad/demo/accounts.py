@@ -8,8 +8,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from ..cluster import LocalCluster
-from ..current import current_worker
+from ..cluster.local import LocalCluster
+from ..primitives.current import current_worker
 
 KIB = 1024
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 
+from ..cluster.forkserver import ForkServer
 from ..errors import TelegradError
 from ..events import logger
-from ..forkserver import ForkServer
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 PATIENCE = 3.0  # seconds for the work to end, once the processes have

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..nn import RemoteModule
+from ..nn.remote_module import RemoteModule
 from ..rpc import RRef
 from .text import CHARACTERS
 

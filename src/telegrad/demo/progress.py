@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from ..cluster import LocalCluster
+from ..cluster.local import LocalCluster
 from ..errors import TelegradError
 from .accounts import accounts
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from ..cluster import LocalCluster
-from ..forkserver import ForkServer
+from ..cluster.forkserver import ForkServer
+from ..cluster.local import LocalCluster
 from . import interrupts, pictures, sights
 from .accounts import Account, accounts
 from .check import LIMIT, Difference, differences, in_words

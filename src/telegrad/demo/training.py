@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from .. import autograd
-from ..optim import DistributedOptimizer
+from ..optim.distributed import DistributedOptimizer
 from .model import LENGTH, Transformer
 from .text import decode, encode
 

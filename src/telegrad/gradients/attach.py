@@ -14,10 +14,10 @@ from typing import Protocol
 import msgspec
 import torch
 
-from .. import current
 from ..errors import GradientError, UnknownContextError
 from ..events import logger
 from ..messages import Autograd, Entry, Envelope, Hello
+from ..primitives import current
 from .contexts import Context, Contexts, Sent
 from .nodes import make_recvs
 

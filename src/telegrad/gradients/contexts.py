@@ -17,10 +17,10 @@ import torch
 
 from ..errors import GradientError, UnknownContextError
 from ..messages import Entry, sender_of
-from .awaited import PartState
+from .dependency_log import Log
+from .diagnosis import PartState
 from .leaves import GradientTable
 from .local_graph import NOTHING, Edge, Graph, Node
-from .log import Log
 from .nodes import alias_of, make_send
 
 _TOMBSTONES = 100_000

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from ..errors import GradientError, NotStartedError, PeerLostError, UnknownContextError
-from ..interrupts import critical, interruptible
 from ..messages import COUNTER_BITS, Begin, Done, End, Envelope, Kind, Member, Release, sender_of
+from ..primitives.interrupts import critical, interruptible
 from .contexts import Context, Contexts
 from .host import Host, Task, disbelieve, tell
 from .local_pass import Gradient, Roots
-from .parts import Parts
-from .planning import Planner, checked_roots, edge_of, no_leaves
-from .rooted import How, RootedPasses
+from .participant import Parts
+from .plan import Planner, checked_roots, edge_of, no_leaves
+from .root import How, RootedPasses
 
 
 class Engine:

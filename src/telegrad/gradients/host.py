@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from ..errors import TelegradError
 from ..events import Events, logger
 from ..messages import Done, End, Envelope, Failure, Kind, Release
-from ..waiter import Waiter
+from ..primitives.waiter import Waiter
 from .contexts import Context
 
 Task = Callable[[], None]

@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from .. import current
 from ..errors import GradientError
-from ..interrupts import interruptible
 from ..messages import Begin, Envelope, sender_of
-from ..waiter import Waiter
+from ..primitives import current
+from ..primitives.interrupts import interruptible
+from ..primitives.waiter import Waiter
 from . import nodes
-from .awaited import MOST_DUE, Awaited, PartState
 from .backward_pass import Part, PartInstruction, State
 from .contexts import Context, Sent
+from .diagnosis import MOST_DUE, Awaited, PartState
 from .leaves import Capture, GradientTable
 from .local_graph import NOTHING, Graph, Node, Reach
 

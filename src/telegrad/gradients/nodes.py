@@ -24,9 +24,9 @@ from typing import Any, Protocol
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from .. import current
-from ..current import Serving
 from ..errors import GradientError
+from ..primitives import current
+from ..primitives.current import Serving
 
 # Higher than any other but AccumulateGrad's: of all nodes that are ready the engine takes the highest first.
 _FIRST = 2**62

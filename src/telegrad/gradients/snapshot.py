@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ..messages import COUNTER_BITS, sender_of
-from .awaited import PartState
 from .contexts import Context, Sent
+from .diagnosis import PartState
 from .local_graph import Edge as TorchEdge
 from .local_graph import Graph
 from .nodes import AccumulateGrad, RecvNode

@@ -4,7 +4,7 @@ gathering  asks the workers           -> graph.Graph   plain data
 folding    what is drawn as one       -> drawing       with graphviz;   words  without it
 """
 
-from ..gradients.awaited import Awaited, PartState
+from ..gradients.diagnosis import Awaited, PartState
 from ..gradients.snapshot import Edge, Leaf, Node, Operation, Recv, Root, Send
 from .graph import Graph, WorkerPart
 

@@ -17,17 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import DrawingError
 from ..gradients.snapshot import Leaf, Node, Operation, Recv, Root, Send
 from .folding import Arrow, Item, Picture, fold
-from .words import (
-    bytes_of,
-    counted,
-    holds_up_others,
-    outline,
-    pass_lines,
-    shape_of,
-    size_of,
-    some,
-    times,
-)
+from .text import bytes_of, counted, holds_up_others, outline, pass_lines, shape_of, size_of, some, times
 
 if TYPE_CHECKING:
     from .graph import Graph, WorkerPart

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from ..asking import ask
-from ..current import current_worker
 from ..errors import CallTimeoutError, PeerLostError, UnknownWorkerError, text_of
-from ..gradients.awaited import holding_up
+from ..gradients.diagnosis import holding_up
 from ..gradients.snapshot import Edge, Node, Part, Recv, Root, Send, take
+from ..primitives.current import current_worker
+from ..runtime.broadcast import ask
 from ..worker import Worker
 from .graph import Graph, WorkerPart
 

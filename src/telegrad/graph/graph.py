@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from os import PathLike
 
-from ..gradients.awaited import PartState
+from ..gradients.diagnosis import PartState
 from ..gradients.snapshot import Edge, Leaf, Node, Recv, Root, Send
-from . import drawing, words
+from . import drawing
+from . import text as words
 
 
 @dataclass(frozen=True)

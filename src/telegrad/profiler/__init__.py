@@ -11,7 +11,7 @@ docs/profiling.md says more. torch's own profilers have calls in them too: see p
 from torch.profiler import schedule
 
 from ..errors import TraceError
-from ..profiled_calls import local_only
+from ..runtime.profiled_calls import local_only
 from .drawing import draw
 from .session import profile
 from .summary import Summary

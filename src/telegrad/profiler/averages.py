@@ -8,7 +8,7 @@ from typing import Any
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from ..text import clean
+from ..primitives.text import clean
 from .timeline import ChromeEvent
 
 _OPERATORS = frozenset(("cpu_op", "user_annotation", "python_function"))

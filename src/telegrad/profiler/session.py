@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.profiler_util import EventList
 
-from .. import recording
-from ..asking import ask
-from ..current import current_worker
 from ..errors import TelegradError
 from ..events import logger
 from ..messages import Session, Settings
-from ..operators import clock_offset
+from ..primitives.current import current_worker
+from ..runtime import recording
+from ..runtime.broadcast import ask
+from ..runtime.torch_profiler import clock_offset
 from ..worker import Worker
 from .averages import function_events
 from .clocks import Exchange, clock_of, exchange

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..recording import OWN, Part, Row
+from ..runtime.recording import OWN, Part, Row
 
 # What a stage is called in a trace, and what of a step's time it is.
 KINDS = {

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..text import clean
+from ..primitives.text import clean
 from .breakdown import STATES, Interval, breakdown
 from .critical_path import Link, critical_path
 from .timeline import MESSAGES, ChromeEvent

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..recording import Part
+from ..runtime.recording import Part
 from .clocks import Clock, settle
 from .spans import Message, Span, read_parts
 

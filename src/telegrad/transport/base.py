@@ -4,7 +4,7 @@
 
 Reading is shared: one thread at a time reads the connections of a worker, the one that has the read lease (lease.py).
 Under it only bytes are read; users' code runs after it was released. A connection is made with the lease of its
-worker, and is read from `open` on. `telegrad.testing.check_transport` holds every transport to this.
+worker, and is read from `open` on. `tests/transport/conformance.py` holds every transport to this.
 
 A connection belongs to the process that made it. In a fork of that process it has ended, and whatever the
 fork does with it goes unnoticed in the parent.

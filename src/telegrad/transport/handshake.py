@@ -19,8 +19,8 @@ from collections.abc import Callable
 import msgspec
 
 from ..errors import ConnectError, ProtocolError, TelegradError, TransportError, VersionError
-from ..interrupts import interruptible
 from ..messages import WIRE_VERSION, Hello, Refusal
+from ..primitives.interrupts import interruptible
 from .base import CrossingError
 
 GREETING = struct.Struct("<4sHI")  # magic, wire version, length of what follows

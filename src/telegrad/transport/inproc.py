@@ -12,10 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..config import SHARED_MEMORY_FROM, Options
 from ..errors import ConnectError, ConnectionClosedError, TelegradError, TooLargeError
 from ..messages import Hello
-from ..waiter import Waiter
+from ..options import SHARED_MEMORY_FROM, Options
+from ..primitives.waiter import Waiter
 from .base import (
     FORKED,
     Buffer,
@@ -29,7 +29,7 @@ from .base import (
 )
 from .lease import ReadLease
 from .listening import split_address
-from .shm import SegmentPool, aligned, copy_into
+from .shared_memory import SegmentPool, aligned, copy_into
 
 _OVERHEAD = 256  # counted for each message in a queue beside its bytes: a million tiny ones are not free
 

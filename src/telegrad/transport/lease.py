@@ -37,13 +37,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .. import current
 from ..events import logger
-from ..interrupts import blocking, finaliser
+from ..primitives import current
+from ..primitives.interrupts import blocking, finaliser
 from .poller import ARMED, DISARMED, Poller
 
 if TYPE_CHECKING:
-    from ..waiter import Waiter
+    from ..primitives.waiter import Waiter
     from .base import Connection
 
 PATIENCE = 5e-3  # seconds that a thread may keep the lease while it does other work, before it is relieved

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..errors import AddressError, ConnectError, TelegradError
 from ..events import logger
-from ..interrupts import interruptible
 from ..messages import Hello
+from ..primitives.interrupts import interruptible
 from .base import Connection, CrossingError, Listener
 from .poller import ARMED, Poller
 

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from ..interrupts import finaliser
+from ..primitives.interrupts import finaliser
 
 _libc = ctypes.PyDLL(None, use_errno=True)  # these calls return at once, so the interpreter lock is kept
 

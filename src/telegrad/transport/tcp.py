@@ -7,15 +7,15 @@ import socket
 import time
 from collections.abc import Callable
 
-from ..config import Options
 from ..errors import AddressError, ConnectError, NoRouteError
 from ..messages import Hello
+from ..options import Options
 from .base import Connection, Listener, Transport, ignore
 from .handshake import greet, welcome
 from .lease import ReadLease
 from .listening import StreamListener, connect_socket, split_address
 from .poller import Poller
-from .streams import StreamConnection
+from .stream import StreamConnection
 
 
 class TcpConnection(StreamConnection):

@@ -19,17 +19,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from ..config import SHARED_MEMORY_FROM, Options
 from ..errors import AddressError, ConnectError, ConnectionClosedError, ProtocolError
 from ..events import logger
 from ..messages import Hello
+from ..options import SHARED_MEMORY_FROM, Options
 from .base import Buffer, Connection, ConnectionStatistics, Frames, Listener, Transport, ignore
 from .handshake import greet, welcome
 from .lease import ReadLease
 from .listening import StreamListener, connect_socket, split_address
 from .poller import Poller
-from .shm import FREE, Mappings, Segment, SegmentPool, aligned, copy_into
-from .streams import _NO_SIGNAL, IOV_MAX, StreamConnection
+from .shared_memory import FREE, Mappings, Segment, SegmentPool, aligned, copy_into
+from .stream import _NO_SIGNAL, IOV_MAX, StreamConnection
 from .wire import FrameReader, forget_words, in_pieces, in_segment
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid

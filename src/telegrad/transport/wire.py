@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from ..config import SHARED_MEMORY_FROM
 from ..errors import ProtocolError
+from ..options import SHARED_MEMORY_FROM
 from .base import Buffer, Frames
-from .shm import SegmentPool, aligned
+from .shared_memory import SegmentPool, aligned
 
 PREFIX = struct.Struct("<2sBBIIQ")
 SHARED_PLACE = struct.Struct("<QQB")  # segment id, its capacity, whether its descriptor comes along

@@ -1,0 +1,341 @@
+"""A warm process that forks workers: torch is imported once, not once per worker.
+
+    LocalCluster (owner)  ~~ unix socket ~~  fork server  -- fork -->  worker, worker, ...
+
+The server is a fresh interpreter with one thread, so forking it is safe however many threads the owner has.
+Nothing outlives the owner: the server ends when the owner's end of the socket or the owner itself is gone,
+and the kernel kills its children when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import itertools
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ..errors import ClusterError
+from ..primitives.interrupts import critical, install, run_all, uninstall
+from ..rendezvous.group import poll_until
+
+_LENGTH = struct.Struct("<I")
+_PR_SET_PDEATHSIG = 1
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A worker to be forked: `function` is "module:name" and gets `argument`."""
+
+    name: str
+    function: str
+    argument: bytes
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End these children: politely at first, for so many seconds."""
+
+    pids: list[int]
+    grace: float
+
+
+class Spawn(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    jobs: list[Job]
+
+
+class Spawned(msgspec.Struct, frozen=True, tag=True):
+    """The answer to the request with that number."""
+
+    number: int
+    pids: list[int]
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A child has ended; `status` is negative for a signal."""
+
+    pid: int
+    status: int
+
+
+class ForkServer:
+    """The owner's side. Can serve several clusters, one after the other or at once."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()  # a fork of this process has a copy of the socket, which it must not use
+        self._lock = threading.Lock()  # guards the four below, and the writing
+        self._numbers = itertools.count(1)
+        self._spawned: dict[int, list[int]] = {}  # answers that are waited for, by the number of the request
+        self._unwanted: set[int] = set()  # requests that were given up before their answer came
+        self._ended: dict[int, int] = {}
+        self._answered = False
+        self._gone = False
+        install(self)
+        try:
+            with critical():
+                self._start()
+        finally:
+            uninstall(self)
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        code = (
+            "import sys, telegrad.autograd, telegrad.cluster.local, telegrad.rpc\n"  # and with them torch
+            "from telegrad.cluster.forkserver import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+        )
+        path = os.pathsep.join(p for p in sys.path if p)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the owner, who ends the children in order
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        self._reader = threading.Thread(target=self._run_reader, name="telegrad-forkserver", daemon=True)
+        self._reader.start()
+
+    def spawn(self, jobs: list[Job], timeout: float) -> list[int]:
+        """Forks one process per job; their process ids. If the caller is interrupted or the time is over, the processes
+        are ended as soon as the server says which they are.
+
+        Raises:
+            ClusterError: the server did not start, or has ended.
+        """
+        if os.getpid() != self._pid:
+            raise ClusterError(
+                f"the ForkServer belongs to process {self._pid}, of which this one is a fork; start another one here"
+            )
+        number = next(self._numbers)
+        with critical():
+            try:
+                self._send(Spawn(number, jobs))
+                if not poll_until(lambda: number in self._spawned or self._gone, timeout):
+                    raise ClusterError(
+                        f"the process that forks workers did not answer within {timeout:.0f} s; its output says why"
+                    )
+                if self._gone:
+                    raise ClusterError("the process that forks workers ended; its output says why")
+            except BaseException:
+                self._give_up(number)
+                raise
+            return self._spawned.pop(number)
+
+    def _give_up(self, number: int) -> None:
+        with self._lock:
+            pids = self._spawned.pop(number, None)
+            if pids is None:
+                self._unwanted.add(number)
+        if pids is not None:
+            self._end(pids)
+
+    def _end(self, pids: list[int]) -> None:
+        with contextlib.suppress(ClusterError):  # the server is gone, and its children with it
+            self._send(Stop(pids, 0.0))
+
+    def stop(self, pids: list[int], grace: float) -> None:
+        """Ends children: asks them with SIGTERM, kills them after `grace` seconds, and waits for their end. In a fork
+        of the owner it does nothing: they are the owner's."""
+        if os.getpid() != self._pid:
+            return
+        with critical():
+            try:
+                self._send(Stop(pids, grace))
+            except ClusterError:
+                return  # the server is gone, and its children with it
+            poll_until(lambda: self._gone or all(pid in self._ended for pid in pids), grace + 10)
+
+    def status(self, pid: int) -> int | None:
+        """How a child has ended; None while it runs."""
+        return self._ended.get(pid, -signal.SIGKILL if self._gone else None)
+
+    def _send(self, message: Any) -> None:
+        try:
+            with self._lock:
+                _send(self._socket, message)
+        except OSError as error:
+            raise ClusterError(f"the process that forks workers has ended: {error}") from error
+
+    def _run_reader(self) -> None:
+        with (
+            critical()
+        ):  # so a finaliser that the collector runs here does not ask the server, and wait for itself
+            self._read()
+
+    def _read(self) -> None:
+        while (message := _receive(self._socket, Spawned | Ended)) is not None:
+            if isinstance(message, Ended):
+                self._ended[message.pid] = message.status
+                continue
+            self._answered = True
+            with self._lock:
+                for pid in message.pids:
+                    self._ended.pop(pid, None)  # of an earlier child: the system uses numbers again
+                unwanted = message.number in self._unwanted
+                self._unwanted.discard(message.number)
+                if not unwanted:
+                    self._spawned[message.number] = message.pids
+            if unwanted:
+                self._end(message.pids)
+        self._gone = True
+
+    def close(self) -> None:
+        """Ends the server and all of its children. Any number of times. A fork of the owner closes its copy only."""
+        if os.getpid() != self._pid:
+            self._socket.close()
+            return
+        install(self)
+        try:
+            run_all([self._hang_up, self._reader.join, self._socket.close])
+        finally:
+            uninstall(self)
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        try:
+            # One that has never answered is still importing torch, and does not look at the socket.
+            self._process.wait(5 if self._answered else 0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # and the kernel kills its children
+            self._process.wait()
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# -- in the server ---------------------------------------------------------------------------------------
+
+
+def serve(fd: int, owner: int) -> None:
+    """The server's whole life: forks on request, reports who has ended, ends with its owner."""
+    owner_fd = os.pidfd_open(owner)
+    if os.getppid() != owner:
+        return
+    sock = socket.socket(fileno=fd)
+    wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    # What is here now stays: the children's collectors need not look at it, and memory that they don't touch is shared.
+    gc.collect()
+    gc.freeze()
+    children: dict[int, float] = {}  # pid -> when to kill it
+    poll = select.poll()
+    for watched in (fd, owner_fd, wake_read):
+        poll.register(watched, select.POLLIN)
+    while True:
+        soonest = min(children.values(), default=float("inf"))
+        wait = None if soonest == float("inf") else max(0.0, soonest - time.monotonic()) * 1000
+        ready = {number for number, _ in poll.poll(wait)}
+        if owner_fd in ready:
+            break
+        if wake_read in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake_read, 4096)
+        if fd in ready:
+            request = _receive(sock, Spawn | Stop)
+            if request is None:
+                break
+            if isinstance(request, Spawn):
+                pids = [_fork(job, [sock, wake_read, wake_write, owner_fd]) for job in request.jobs]
+                children.update(dict.fromkeys(pids, float("inf")))
+                with contextlib.suppress(OSError):  # the owner has ended, which the next look at it tells
+                    _send(sock, Spawned(request.number, pids))
+            else:
+                for pid in set(request.pids) & set(children):
+                    os.kill(pid, signal.SIGTERM)
+                    children[pid] = time.monotonic() + request.grace
+        _kill_overdue(children)
+        _report_ended(sock, children)
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in children:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def _kill_overdue(children: dict[int, float]) -> None:
+    now = time.monotonic()
+    for pid, deadline in children.items():
+        if deadline <= now:
+            children[pid] = now + 5
+            os.kill(pid, signal.SIGKILL)
+
+
+def _report_ended(sock: socket.socket, children: dict[int, float]) -> None:
+    for pid in list(children):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            del children[pid]
+            with contextlib.suppress(OSError):
+                _send(sock, Ended(pid, os.waitstatus_to_exitcode(status)))
+
+
+def _fork(job: Job, to_close: list[Any]) -> int:
+    server = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # The kernel kills this process when the server ends; it may have ended just now.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:
+            os._exit(1)
+        for thing in to_close:
+            thing.close() if isinstance(thing, socket.socket) else os.close(thing)
+        module, _, name = job.function.partition(":")
+        function: Callable[[bytes], None] = getattr(sys.modules[module], name)
+        function(job.argument)
+        status = 0
+    except SystemExit as exit:
+        status = exit.code if isinstance(exit.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _send(sock: socket.socket, message: Any) -> None:
+    data = msgspec.msgpack.encode(message)
+    sock.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _receive(sock: socket.socket, type_: Any) -> Any:
+    """The next message; None at the end."""
+    try:
+        head = sock.recv(_LENGTH.size, socket.MSG_WAITALL)
+        if len(head) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack(head)
+        data = b""
+        while len(data) < length:
+            piece = sock.recv(length - len(data))
+            if not piece:
+                return None
+            data += piece
+    except OSError:
+        return None
+    return msgspec.msgpack.decode(data, type=type_)

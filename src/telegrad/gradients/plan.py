@@ -1,0 +1,151 @@
+"""Planning a pass: what the roots lead to, and which Sends of which workers will get gradients.
+
+roots  -> their edges and gradients (checked_roots)
+edges  -> the Recvs that they lead to (local_graph.py) -> the closure over the log (log.py) -> a Plan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import GradientError, UnknownContextError
+from ..messages import Entry, sender_of
+from .contexts import Context, Contexts
+from .dependency_log import MissingEntryError, flatten_groups, useful
+from .local_graph import Node, find_received, leads_to
+
+Edge = tuple[Node, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who takes part in a pass, with which of the tensors that they have sent, and (for grad) which received ones
+    matter to whom."""
+
+    sends: dict[int, tuple[int, ...]]  # by worker
+    wanted: dict[int, tuple[int, ...]] | None = None  # by worker
+
+
+class Planner:
+    """Of one worker."""
+
+    def __init__(self, worker_id: int, contexts: Contexts, name_of: Callable[[int], str]) -> None:
+        self._id = worker_id
+        self._contexts = contexts
+        self._name_of = name_of
+
+    def plan(self, received: Iterable[int], edges: Sequence[Edge]) -> Plan:
+        """Everything that the edges lead to, through these received tensors."""
+        if not received:
+            return Plan({})
+        return Plan(_by_worker(id for id in self._closure(received, edges) if id > 0))
+
+    def plan_for(
+        self, context: Context, received: Iterable[int], edges: Sequence[Edge], targets: set[Edge]
+    ) -> Plan:
+        """Of all that the edges lead to, what leads on to the targets, which are this worker's."""
+        entries = self._closure(received, edges)
+        known: dict[Node, bool] = {}
+
+        def is_source(id: int) -> bool:
+            if sender_of(id) != self._id:
+                return False
+            edge = self._contexts.find_sent(context, id).edge
+            return edge in targets or leads_to(edge[0], targets, known)
+
+        kept = useful(entries, is_source)
+        reached = {id for id in _closure_within(received, entries, kept) if id > 0}
+        wanted: dict[int, set[int]] = {self._id: flatten_groups(received, entries) & reached}
+        for id in reached:
+            wanted.setdefault(sender_of(id), set()).update(
+                flatten_groups(entries[id].depends_on, entries) & reached
+            )
+        return Plan(_by_worker(reached), {worker: tuple(sorted(ids)) for worker, ids in wanted.items()})
+
+    def _closure(self, received: Iterable[int], edges: Sequence[Edge]) -> dict[int, Entry]:
+        try:
+            return self._contexts.log.closure(received)
+        except MissingEntryError as missing:
+            node = find_received(edges, missing.id)
+            of = f"context {node.context}" if node is not None else "the context of a tensor"
+            sender = self._name_of(sender_of(abs(missing.id)))
+            raise UnknownContextError(
+                f"the roots depend on tensors received from worker {sender!r} in {of}, which has ended. Run backward() "
+                "before it ends, or detach() what is kept from it"
+            ) from None
+
+
+def _closure_within(received: Iterable[int], entries: dict[int, Entry], kept: set[int]) -> set[int]:
+    found: set[int] = set()
+    waiting = [id for id in received if id in kept]
+    while waiting:
+        id = waiting.pop()
+        if id not in found:
+            found.add(id)
+            waiting.extend(d for d in entries[id].depends_on if d in kept)
+    return found
+
+
+def _by_worker(ids: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    found: dict[int, list[int]] = {}
+    for id in ids:
+        found.setdefault(sender_of(id), []).append(id)
+    return {worker: tuple(sorted(own)) for worker, own in found.items()}
+
+
+def edge_of(tensor: torch.Tensor) -> Edge:
+    """Where its gradient goes."""
+    node = tensor.grad_fn
+    if node is not None:
+        return node, tensor.output_nr
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def no_leaves(roots: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The roots, with a node in front of those that are leaves: a leaf's own runs before everything else, also before
+    it is known whose engine call it is."""
+    if all(root.grad_fn is not None for root in roots):
+        return roots
+    with torch.enable_grad():
+        return [root if root.grad_fn is not None else root.view_as(root) for root in roots]
+
+
+def checked_roots(
+    roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
+) -> tuple[list[Edge], tuple[torch.Tensor, ...]]:
+    """The edges of the roots, and their gradients: ones, unless others are given.
+
+    Raises:
+        GradientError: in this order: none given, no grad required, no scalar, no gradient function, gradients that
+            don't fit.
+    """
+    if not roots:
+        raise GradientError("No tensors provided for gradient computation.")
+    if gradients is not None and len(gradients) != len(roots):
+        raise GradientError(f"{len(gradients)} gradients were given for {len(roots)} roots")
+    found = []
+    for place, root in enumerate(roots):
+        if not root.requires_grad:
+            raise GradientError(f"requires_grad not set on root (root {place})")
+        given = None if gradients is None else gradients[place]
+        if given is None and root.numel() != 1:
+            raise GradientError(
+                f"root {place} is not a scalar, all roots need to be scalar (its shape is {tuple(root.shape)}); "
+                "give its gradient in grad_tensors"
+            )
+        if given is not None and given.shape != root.shape:
+            raise GradientError(
+                f"the gradient of root {place} has shape {tuple(given.shape)}, the root has {tuple(root.shape)}"
+            )
+        found.append(torch.ones_like(root, requires_grad=False) if given is None else given)
+    edges = []
+    for place, root in enumerate(roots):
+        try:
+            edges.append(edge_of(root))
+        except RuntimeError as error:
+            raise GradientError(f"root {place} does not have a valid gradient function.") from error
+    return edges, tuple(found)

@@ -1,0 +1,75 @@
+"""The caller's thread-local modes of torch, which hold on the callee: grad, inference and autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from ..messages import Modes
+
+_DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu")
+
+
+def current_modes() -> Modes | None:
+    """The modes of this thread; None if they are torch's defaults."""
+    grad = torch.is_grad_enabled()
+    inference = torch.is_inference_mode_enabled()
+    if grad and not inference and not torch._C._is_any_autocast_enabled():
+        return None
+    autocast = tuple(
+        (device, True, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
+        for device in _DEVICE_TYPES
+        if torch.is_autocast_enabled(device)
+    )
+    return Modes(grad, inference, autocast, torch.is_autocast_cache_enabled())
+
+
+def restore_defaults() -> None:
+    """Undoes what a function left behind on its thread, which must not meet the next one."""
+    if not torch.is_grad_enabled():
+        torch.set_grad_enabled(True)
+    if torch._C._is_any_autocast_enabled():
+        for device in _DEVICE_TYPES:
+            torch.set_autocast_enabled(device, False)
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def applied(modes: Modes | None) -> Iterator[None]:
+    """Runs its body in these modes, and leaves the thread in torch's defaults whatever the body did."""
+    try:
+        if modes is None:
+            yield
+            return
+        autocast = _autocast(modes) if modes.autocast else nullcontext()
+        with torch.inference_mode(modes.inference), torch.set_grad_enabled(modes.grad), autocast:
+            yield
+    finally:
+        restore_defaults()
+
+
+@contextmanager
+def _autocast(modes: Modes) -> Iterator[None]:
+    """Not torch.autocast, which warns of a device type that is not here, and leaves it out. The mode may be meant
+    for a third worker, which is called from here."""
+    before = [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device, _, _ in modes.autocast
+    ]
+    cache = torch.is_autocast_cache_enabled()
+    torch.autocast_increment_nesting()
+    try:
+        for device, enabled, dtype in modes.autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, getattr(torch, dtype))
+        torch.set_autocast_cache_enabled(modes.autocast_cache)
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        for device, enabled, last_dtype in before:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, last_dtype)
+        torch.set_autocast_cache_enabled(cache)

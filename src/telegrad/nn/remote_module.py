@@ -1,0 +1,404 @@
+"""Modules on other workers. Above the core; nothing there imports it.
+
+    RemoteModule   an nn.Module here  -> calls to the module that it stands for, on its owner
+
+    layer = RemoteModule("worker/cuda:0", nn.Linear, (20, 30))
+    model = nn.Sequential(nn.Linear(10, 20), layer)
+
+It has no parameters of its own: an RRef to the module is all that it holds. Inside an autograd context gradients flow
+through its calls, as through any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .. import rpc
+from ..primitives import current
+from ..primitives.current import current_worker
+from ..rref import RRef
+from ..serialization.handles import Handle
+from . import owner as local_module
+from .owner import Hook, Named
+
+__all__ = ["RemoteHook", "RemoteModule"]
+
+
+class RemoteModule(nn.Module):
+    """A module on another worker, to be used as if it were here.
+
+    Args:
+        remote_device: "worker", "worker/cpu", "worker/cuda:0" or "rank:0/cpu": the worker and the device there. A
+            device alone is one of this worker.
+        module_cls: the module's class, or a function that makes one, called on that worker with `args` and `kwargs`.
+
+    The module is made while this goes on; what is wrong with it shows on use. It can be sent to other workers, where
+    it stands for the same module; what was set on the object here, such as hooks, does not go along.
+
+    `parameters()` and the like give RRefs, for a DistributedOptimizer. Of the methods of a module that it is in, such
+    as nn.Sequential, these reach it: `state_dict`, `load_state_dict`, `train`, `eval`, `apply`, and changes of dtype.
+    These do not: `parameters`, `zero_grad`, `requires_grad_`. `to(device)` leaves it where it is.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: an argument is not what is needed.
+        UnknownWorkerError: there is no such worker.
+    """
+
+    on: str | int
+    device: str
+    module_rref: RRef[nn.Module]
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: Any = None,
+        kwargs: dict[str, Any] | None = None,
+        _module_interface_cls: Any = None,
+    ) -> None:
+        super().__init__()
+        _check_not_scripted(_module_interface_cls)
+        if isinstance(module_cls, nn.Module):
+            raise TypeError(
+                "module_cls is a class; for a module that was made already: RemoteModule.from_module"
+            )
+        if not callable(module_cls):
+            raise TypeError(f"module_cls is a class of modules, not {module_cls!r}")
+        self.on, self.device = _parse(remote_device)
+        made_with = (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
+        self.module_rref = rpc.remote(self.on, local_module.create, made_with)
+
+    @staticmethod
+    def init_from_module_rref(
+        remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
+    ) -> RemoteModule:
+        """One that stands for a module which is on its worker already. It stays there, on whatever device it is:
+        `remote_device` is what `device` says of it."""
+        _check_not_scripted(_module_interface_cls)
+        if not isinstance(module_rref, RRef):
+            raise TypeError(f"an RRef to a module is needed, not a {type(module_rref).__name__}")
+        on, device = _parse(remote_device)
+        current_worker().info(on)
+        return _built(RemoteModule, module_rref, module_rref.owner_name(), device, True)
+
+    @classmethod
+    def from_module(cls, remote_device: str, module: nn.Module) -> RemoteModule:
+        """Takes a module of this worker to another one. The one here is a copy from then on, and has no part in it.
+
+        Raises:
+            EncodeError: it cannot be sent.
+        """
+        if not isinstance(module, nn.Module) or isinstance(module, RemoteModule):
+            raise TypeError(f"a module of this worker is needed, not a {type(module).__name__}")
+        on, device = _parse(remote_device)
+        with _outside_of_contexts():  # else its parameters would arrive with a history
+            rref = rpc.remote(on, local_module.adopt, (module, device))
+        return _built(cls, rref, on, device, module.training)
+
+    # -- calls -----------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module there, with its hooks, and returns the result.
+
+        Where it is on another device than the CPU, tensors are taken to that; and the results back to the CPU,
+        unless one of the arguments came on that device.
+        """
+        return self._call(local_module.forward, *args, **kwargs)
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
+        """The same, and returns the result's future. Hooks of the object here do not run."""
+        rref = self.module_rref
+        rref.check_creation()
+        future = rpc.rpc_async(rref.entry.owner, local_module.forward, (rref.entry.id, *args), kwargs)
+        # The call names the module by its id, so this handle has to live until it is answered. A call that waits for
+        # its answer keeps its future.
+        future.__dict__["keeps"] = rref
+        return future
+
+    def _call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        rref = self.module_rref
+        rref.check_creation()
+        return rpc.rpc_sync(rref.entry.owner, function, (rref.entry.id, *args), kwargs)
+
+    def _there(self, method: str, *args: Any, **kwargs: Any) -> RemoteModule:
+        """Calls a method of the module that returns the module."""
+        self._call(local_module.run, method, args, kwargs)
+        return self
+
+    def get_module_rref(self) -> RRef[nn.Module]:
+        """A handle to the module."""
+        return self.module_rref
+
+    # -- parameters and buffers, as handles ------------------------------------------------------------
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
+        """Handles to the parameters."""
+        return [rref for _, rref in self._members("named_parameters", recurse=recurse)]
+
+    def parameters(self, recurse: bool = True) -> Iterator[RRef[nn.Parameter]]:  # type: ignore[override]
+        """Handles to the parameters."""
+        return iter(self.remote_parameters(recurse))
+
+    def named_parameters(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
+        """Handles to the parameters, with their names."""
+        asked = {"prefix": prefix, "recurse": recurse, "remove_duplicate": remove_duplicate}
+        return iter(self._members("named_parameters", **asked))
+
+    def buffers(self, recurse: bool = True) -> Iterator[RRef[torch.Tensor]]:  # type: ignore[override]
+        """Handles to the buffers."""
+        return (rref for _, rref in self.named_buffers(recurse=recurse))
+
+    def named_buffers(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, RRef[torch.Tensor]]]:
+        """Handles to the buffers, with their names."""
+        asked = {"prefix": prefix, "recurse": recurse, "remove_duplicate": remove_duplicate}
+        return iter(self._members("named_buffers", **asked))
+
+    def _members(self, which: str, **asked: Any) -> Named:
+        found: Named = self._call(local_module.members, which, asked)
+        return found
+
+    # -- state: nn.Module's own state_dict() and load_state_dict() call these, also those of a module around ----
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        with _outside_of_contexts():
+            state, metadata = self._call(local_module.state_dict)
+        for name, value in state.items():
+            destination[prefix + name] = value
+        if hasattr(destination, "_metadata"):
+            for name, value in metadata.items():
+                destination._metadata[(prefix + name).removesuffix(".")] = value
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        mine = {
+            key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)
+        }
+        versions = getattr(state_dict, "_metadata", None)  # not in what a module around hands on
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        with _outside_of_contexts():
+            missing, unexpected, problem = self._call(local_module.load_state_dict, mine, versions, assign)
+        missing_keys += [prefix + key for key in missing]
+        unexpected_keys += [prefix + key for key in unexpected]
+        if problem:
+            error_msgs.append(f"on worker {self.module_rref.owner_name()!r}: {problem}")
+
+    # -- what changes the module -----------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> RemoteModule:
+        """As of any module; eval() too."""
+        if not isinstance(mode, bool):
+            raise ValueError(f"training mode is expected to be boolean, not {mode!r}")
+        self._there("train", mode)
+        self.training = mode
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> RemoteModule:
+        """As of any module. A device is one of the worker that has it."""
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        asked = {"device": device, "dtype": dtype, "memory_format": memory_format}
+        given = {name: value for name, value in asked.items() if value is not None}
+        self._there("to", **given, non_blocking=non_blocking)
+        if device is not None:
+            self.device = str(device)
+        return self
+
+    def cpu(self) -> RemoteModule:
+        """Takes it to the CPU of its worker."""
+        return self.to("cpu")
+
+    def cuda(self, device: int | torch.device | None = None) -> RemoteModule:
+        """Takes it to a GPU of its worker."""
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RemoteModule:
+        # From float(), half() and the like; also those, and to(), of a module around. The dtype follows them; the
+        # device does not, since the worker need not have those of this one.
+        kinds = (
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+            torch.complex64,
+            torch.complex128,
+        )
+        becomes = {kind: fn(torch.empty(0, dtype=kind)).dtype for kind in kinds}
+        changes = {kind: new for kind, new in becomes.items() if kind is not new}
+        if changes:
+            self._call(local_module.change_dtypes, changes)
+        return self
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> RemoteModule:
+        """As of any module, on its worker."""
+        self.device = str(torch.device(device))
+        return self._there("to_empty", device=device, recurse=recurse)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> RemoteModule:
+        """Calls `fn` on its worker, with each of its submodules there and with itself."""
+        return self._there("apply", fn)
+
+    def requires_grad_(self, requires_grad: bool = True) -> RemoteModule:
+        """As of any module."""
+        return self._there("requires_grad_", requires_grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears `.grad` of its parameters. Gradients of contexts are not there."""
+        self._there("zero_grad", set_to_none)
+
+    # -- hooks there; nn.Module's own register_*_hook() make hooks of this object, which run here --------
+
+    def register_remote_forward_pre_hook(self, hook: Hook, **options: Any) -> RemoteHook:
+        """nn.Module.register_forward_pre_hook of the module on its worker: `hook` is sent there, and runs there."""
+        return self._hook("register_forward_pre_hook", hook, options)
+
+    def register_remote_forward_hook(self, hook: Hook, **options: Any) -> RemoteHook:
+        """nn.Module.register_forward_hook, likewise."""
+        return self._hook("register_forward_hook", hook, options)
+
+    def register_remote_full_backward_pre_hook(self, hook: Hook, **options: Any) -> RemoteHook:
+        """nn.Module.register_full_backward_pre_hook, likewise."""
+        return self._hook("register_full_backward_pre_hook", hook, options)
+
+    def register_remote_full_backward_hook(self, hook: Hook, **options: Any) -> RemoteHook:
+        """nn.Module.register_full_backward_hook, likewise."""
+        return self._hook("register_full_backward_hook", hook, options)
+
+    def _hook(self, method: str, hook: Hook, options: dict[str, Any]) -> RemoteHook:
+        return RemoteHook(self._call(local_module.register, method, hook, options))
+
+    # -- what it is ------------------------------------------------------------------------------------
+
+    def extra_repr(self) -> str:
+        """Where it is."""
+        return f"on={self.on!r}, device={self.device!r}"
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Refused: all that it has is on its worker."""
+        self._refuse("register_buffer")
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refused: all that it has is on its worker."""
+        self._refuse("register_parameter")
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refused: all that it has is on its worker."""
+        self._refuse("add_module")
+
+    def share_memory(self) -> RemoteModule:
+        """Refused: its memory is that of another process."""
+        self._refuse("share_memory")
+        return self
+
+    def _refuse(self, method: str) -> None:
+        raise ValueError(
+            f"Method ``{method}`` not supported for RemoteModule: the module is on worker {self.on!r}. Put both into a "
+            "module of this worker; or call it there, as module_rref.rpc_sync() does"
+        )
+
+    def __reduce__(self) -> Any:
+        return _built, (type(self), _Sent(self.module_rref), self.on, self.device, self.training)
+
+
+class RemoteHook:
+    """A hook of a module on another worker."""
+
+    def __init__(self, handle: RRef[RemovableHandle]) -> None:
+        self._handle = handle
+
+    def remove(self) -> None:
+        """Takes it off. Any number of times."""
+        self._handle.rpc_sync().remove()
+
+    def __enter__(self) -> RemoteHook:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class _Sent(Handle):
+    """The RRef of a RemoteModule in a message; in any other pickle it says why it cannot be there."""
+
+    rebuild = staticmethod(RRef.rebuild)
+
+    def __init__(self, rref: RRef[nn.Module]) -> None:
+        self.rref = rref
+        self.entry = rref.entry
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError(
+            "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC: its module "
+            "is on another worker. What can be saved is its state_dict()"
+        )
+
+
+def _built(cls: type[RemoteModule], rref: Any, on: str | int, device: str, training: bool) -> RemoteModule:
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    module.module_rref = rref.rref if isinstance(rref, _Sent) else rref  # copy.copy() hands on what was given
+    module.on, module.device, module.training = on, device, training
+    return module
+
+
+def _parse(remote_device: Any) -> tuple[str | int, str]:
+    """The worker and the device."""
+    if not isinstance(remote_device, str | torch.device):
+        raise TypeError(f"remote_device is a string as 'worker/cuda:0', not a {type(remote_device).__name__}")
+    text = str(remote_device)
+    worker, *devices = text.split("/")
+    if not devices and _is_device(worker):
+        return current_worker().name, worker
+    is_rank = worker.startswith("rank:") and worker[5:].isdigit()
+    if not worker or len(devices) > 1 or (":" in worker and not is_rank):
+        raise ValueError(
+            f"Could not parse remote_device: {text}. The valid format is '<workername>/<device>' or "
+            "'rank:<rank>/<device>' or '<device>'"
+        )
+    try:
+        device = str(torch.device(devices[0] if devices else "cpu"))
+    except RuntimeError as error:
+        raise RuntimeError(f"{error} (in remote_device {text!r})") from error
+    return int(worker[5:]) if is_rank else worker, device
+
+
+def _is_device(text: str) -> bool:
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _check_not_scripted(interface: Any) -> None:
+    if interface is not None:
+        raise NotImplementedError(
+            "a RemoteModule cannot be scripted: TorchScript code makes no remote calls here. Leave out "
+            "_module_interface_cls; the module itself may be a scripted one"
+        )
+
+
+@contextlib.contextmanager
+def _outside_of_contexts() -> Iterator[None]:
+    """What is sent meanwhile has no history."""
+    token = current.context_id.set(0)
+    try:
+        yield
+    finally:
+        current.context_id.reset(token)

@@ -1,0 +1,256 @@
+"""An owner's part of a DistributedOptimizer (optim.py): one of torch's optimizers, on parameters of this worker.
+
+create            what a caller gives  -> a _LocalOptimizer, which the caller has a handle to
+step, state_dict  a message            -> what it says, for the optimizer of that handle
+norms, scale      of the gradients of a context
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import autograd
+from ..errors import CallTimeoutError
+from ..primitives import current
+from ..primitives.current import current_worker
+from ..rref import RRef, value_here
+
+Options = dict[str, Any]  # of a parameter group, without its parameters
+News = list[tuple[int, str, Any]]  # options that the caller has changed: group of the owner, name, value
+NO_OPTIONS = ("params", "param_names")
+_SAME_TOGETHER = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # to the last bit, one by one or not
+
+# One for each worker: its optimizers step one at a time, since those of several trainers have the same parameters.
+_stepping: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
+_making_locks = threading.Lock()
+
+# Note [twins]
+# torch's optimizers take gradients from `.grad`. But `.grad` of a parameter is for whoever runs backward on this
+# worker, and that may be at any time. So an optimizer has a twin of each parameter: another tensor on the same memory,
+# with the same version counter, and a `.grad` of its own.
+
+
+class _LocalOptimizer:
+    """The optimizer of one DistributedOptimizer on one owner."""
+
+    def __init__(
+        self,
+        cls: type[Optimizer],
+        groups: list[tuple[Options, list[Any]]],
+        is_plain: bool,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        values = [[_parameter(rref) for rref in rrefs] for _, rrefs in groups]
+        self._params = list({id(param): param for group in values for param in group}.values())
+        twins = {id(param): _twin(param) for param in self._params}
+        self._twins = list(twins.values())
+        parts: list[Any] = [
+            {**options, "params": [twins[id(param)] for param in group]}
+            for (options, _), group in zip(groups, values, strict=True)
+        ]
+        self.optimizer = cls(parts[0]["params"] if is_plain else parts, *args, **kwargs)
+        self._lock = _lock_of_worker()
+        self._version = 0  # of the options; guarded by the lock
+
+    def options(self) -> list[Options]:
+        return [{k: v for k, v in g.items() if k not in NO_OPTIONS} for g in self.optimizer.param_groups]
+
+    def locked(self, version: int, news: News | None) -> _Locked:
+        return _Locked(self._lock, lambda: self._adopt(version, news))
+
+    def _adopt(self, version: int, news: News | None) -> None:
+        # Two steps of one trainer may come here in another order than they were sent in.
+        if news and version > self._version:
+            for group, name, value in news:
+                self.optimizer.param_groups[group][name] = value
+            self._version = version
+
+    def step_locked(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        addresses = []
+        for place, param in enumerate(self._params):
+            address = _address_of(param)
+            if address != _address_of(self._twins[place]):
+                self._renew(place)  # the parameter has got other memory, as by Module.to()
+            addresses.append(address)
+            self._twins[place].grad = gradients.get(param)
+        try:
+            with self._together():
+                self.optimizer.step()
+        finally:
+            for place, twin in enumerate(self._twins):
+                twin.grad = None
+                if addresses[place] != _address_of(twin):
+                    self._params[place].data = twin.data  # it was the optimizer that gave it other memory
+                    self._renew(place)
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Has the parameters of a group taken together (foreach), where nobody has said how: there are fewer calls."""
+        groups: list[Options] = []
+        if type(self.optimizer) in _SAME_TOGETHER:
+            groups = [group for group in self.optimizer.param_groups if _is_open(group)]
+        for group in groups:
+            group["foreach"] = True
+        try:
+            yield
+        finally:
+            for group in groups:
+                group["foreach"] = None
+
+    def _renew(self, place: int) -> None:
+        old, new = self._twins[place], _twin(self._params[place])
+        self._twins[place] = new
+        state = self.optimizer.state
+        if old in state:
+            state[new] = state.pop(old)
+        for group in self.optimizer.param_groups:
+            group["params"] = [new if twin is old else twin for twin in group["params"]]
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for param in self._params:
+            if param.grad is None or set_to_none:
+                param.grad = None
+            else:
+                param.grad = torch.zeros_like(param.grad)
+
+
+class _Locked:
+    """While it is entered no other optimizer of this worker steps."""
+
+    def __init__(self, lock: threading.Lock, begin: Callable[[], None]) -> None:
+        self._lock = lock
+        self._begin = begin
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            if current.thread.relieve is not None:
+                current.thread.relieve()
+            serving = current.current_serving()
+            deadline = None if serving is None else serving.deadline
+            # Who has called does not wait any longer, and takes it that nothing was done.
+            if not self._lock.acquire(
+                timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())
+            ):
+                raise CallTimeoutError("other optimizers of this worker have stepped all the time")
+        try:
+            self._begin()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _lock_of_worker() -> threading.Lock:
+    with _making_locks:
+        return _stepping.setdefault(current_worker(), threading.Lock())
+
+
+def _parameter(rref: RRef[Any]) -> torch.Tensor:
+    value = rref.local_value()
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{rref} refers to a {type(value).__name__}; an optimizer needs a tensor")
+    if not (value.is_leaf or value.retains_grad):
+        raise ValueError("can't optimize a non-leaf Tensor")
+    return value
+
+
+def _twin(param: torch.Tensor) -> torch.Tensor:
+    """See Note [twins]."""
+    twin = param.detach()
+    if isinstance(param, nn.Parameter):
+        twin = nn.Parameter(twin, param.requires_grad)
+    else:
+        twin.requires_grad_(param.requires_grad)
+    twin.__dict__.update(param.__dict__)  # what users have written on it
+    return twin
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    """A twin keeps its memory, so the same address is the same memory."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _is_open(group: Options) -> bool:
+    """Whether it is left to torch how a step is made."""
+    return group["foreach"] is None and not (
+        group.get("fused") or group.get("differentiable") or group.get("capturable")
+    )
+
+
+def create(
+    cls: type[Optimizer], groups: list[tuple[Options, list[Any]]], is_plain: bool, args: Any, kwargs: Any
+) -> tuple[RRef[_LocalOptimizer], Options, list[Options]]:
+    local = _LocalOptimizer(cls, groups, is_plain, args, kwargs)
+    return RRef(local), local.optimizer.defaults, local.options()
+
+
+def step(id: int, version: int, news: News | None, context_id: int) -> None:
+    local: _LocalOptimizer = value_here(id)
+    gradients = _gradients(context_id)
+    with local.locked(version, news):
+        local.step_locked(gradients)
+
+
+def zero_grad(id: int, version: int, news: News | None, set_to_none: bool) -> None:
+    local: _LocalOptimizer = value_here(id)
+    with local.locked(version, news):
+        local.zero_grad(set_to_none)
+
+
+def state_dict(id: int, version: int, news: News | None) -> tuple[dict[Any, Any], list[Options]]:
+    local: _LocalOptimizer = value_here(id)
+    with local.locked(version, news):
+        # Copied before the next step, which changes it in place.
+        return copy.deepcopy(local.optimizer.state_dict()["state"]), copy.deepcopy(local.options())
+
+
+def load_state_dict(
+    id: int, version: int, news: News | None, state: dict[Any, Any], options: list[Options]
+) -> None:
+    local: _LocalOptimizer = value_here(id)
+    with local.locked(version, news):
+        groups = local.optimizer.state_dict()["param_groups"]
+        new = [{**o, "params": group["params"]} for o, group in zip(options, groups, strict=True)]
+        local.optimizer.load_state_dict({"state": state, "param_groups": new})
+
+
+def _gradients(context_id: int) -> Mapping[torch.Tensor, torch.Tensor]:
+    """None, where no message of the context has come: its forward did not go through this worker."""
+    contexts = current_worker().contexts
+    if contexts.find(context_id) is None and not contexts.was_released(context_id):
+        return {}
+    return autograd.get_gradients(context_id)
+
+
+@torch.no_grad()
+def norms(context_id: int, rrefs: list[RRef[Any]], norm_type: float) -> list[torch.Tensor | None]:
+    gradients = _gradients(context_id)
+    norms: list[torch.Tensor | None] = []
+    for rref in rrefs:
+        gradient = gradients.get(_parameter(rref))
+        if gradient is not None and gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        norms.append(None if gradient is None else torch.linalg.vector_norm(gradient, norm_type).cpu())
+    return norms
+
+
+@torch.no_grad()
+def scale(context_id: int, rrefs: list[RRef[Any]], factor: torch.Tensor) -> None:
+    gradients = _gradients(context_id)
+    for rref in rrefs:
+        if (param := _parameter(rref)) in gradients:
+            # Not in place: others may hold it.
+            autograd.update_gradient(context_id, param, lambda g: g * factor.to(g.device))

@@ -1,0 +1,1 @@
+"""The bottom of the layers: the current worker, critical sections, waiting, events, text."""

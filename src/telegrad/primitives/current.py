@@ -1,0 +1,113 @@
+"""Which worker, and which incoming call, the running code belongs to. The bottom of the layers.
+
+The current worker is a ContextVar: threads that serve a worker have it set, so code running in a call sees
+the worker it runs on. Elsewhere the process's default worker (the one of init_rpc) is taken.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import NotStartedError
+
+if TYPE_CHECKING:
+    from ..worker import Worker
+
+
+@dataclass(slots=True)
+class Serving:
+    """The incoming call that this code runs in."""
+
+    caller: str
+    message_id: int
+    deadline: float | None  # time.monotonic() by which the caller wants its answer
+    depth: int  # 1 for a call made by a program's own code, 2 for one made while serving that, ...
+
+
+worker_var: ContextVar[Worker | None] = ContextVar("telegrad_worker", default=None)
+serving: ContextVar[Serving | None] = ContextVar("telegrad_serving", default=None)
+context_id: ContextVar[int] = ContextVar("telegrad_context", default=0)  # of autograd; 0: none
+pass_id: ContextVar[int] = ContextVar("telegrad_pass", default=0)  # of the pass in whose hooks this code runs
+
+
+class EnginePass(Protocol):
+    """The pass that torch's engine runs."""
+
+    worker: Any
+    pass_id: int
+    serving: Serving | None
+
+    @property
+    def context_id(self) -> int: ...
+
+
+def _no_pass() -> EnginePass | None:
+    return None
+
+
+# torch's engine runs the nodes of a device on a thread of its own, where no ContextVar of ours is set. There the
+# pass that runs says what the code belongs to. Given by gradients/nodes.py.
+engine_pass: Callable[[], EnginePass | None] = _no_pass
+
+
+class _Thread(threading.local):
+    critical = 0  # above zero: this thread runs telegrad's own code. See interrupts.py
+    blocking = False  # in a critical section: an interrupt may come all the same
+    relieve: Callable[[], None] | None = None  # ends this thread's duty (see duty.py); None: it has none
+
+    def __init__(self) -> None:
+        self.is_main = threading.current_thread() is threading.main_thread()
+
+
+thread = _Thread()
+
+_default: Worker | None = None  # written by set_default_worker() only
+
+
+def current_worker() -> Worker:
+    """The worker that this code belongs to.
+
+    Raises:
+        NotStartedError: there is none, since init_rpc() was not called or shutdown() was.
+    """
+    worker = worker_var.get()
+    if worker is None:
+        pass_ = engine_pass()
+        worker = _default if pass_ is None else pass_.worker
+    if worker is None:
+        raise NotStartedError(
+            "RPC has not been initialized. Call init_rpc() first, or work inside `with telegrad.LocalCluster([...])`: "
+            "no worker in this process (Current RPC agent is not set! Did you initialize the RPC framework?)"
+        )
+    return worker
+
+
+def current_serving() -> Serving | None:
+    """The incoming call that this code runs in."""
+    found = serving.get()
+    return found if found is not None or (pass_ := engine_pass()) is None else pass_.serving
+
+
+def current_context_id() -> int:
+    """Of autograd; 0: none."""
+    found = context_id.get()
+    return found if found or (pass_ := engine_pass()) is None else pass_.context_id
+
+
+def current_pass_id() -> int:
+    """The pass in whose hooks this code runs; 0: none."""
+    found = pass_id.get()
+    return found if found or (pass_ := engine_pass()) is None else pass_.pass_id
+
+
+def default_worker() -> Worker | None:
+    return _default
+
+
+def set_default_worker(worker: Worker | None) -> None:
+    global _default
+    _default = worker

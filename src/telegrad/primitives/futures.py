@@ -1,0 +1,116 @@
+"""The future of a call: torch's own Future, which can also be awaited, and waited for with a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import CallTimeoutError
+from . import current
+from .interrupts import finaliser, in_finaliser
+from .untraced import untraced_methods
+
+if TYPE_CHECKING:
+    from ..runtime.pending import PendingCall
+
+
+@untraced_methods
+class Future(torch.futures.Future[Any]):
+    """What rpc_async() returns.
+
+    `torch.futures.wait_all`, `collect_all` and `then` work on it as on any other. A call that failed and that
+    nobody ever asked about is logged when its future dies.
+    """
+
+    def __init__(
+        self, help_wait: Callable[[PendingCall, float | None], None], log_later: Callable[[str], None]
+    ):
+        super().__init__()
+        self.call: PendingCall | None = None
+        self._help_wait = help_wait
+        self._log_later = log_later
+        self._has_callbacks = False
+        self._failure: _Failure | None = None
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result; raises what the call raised.
+
+        Raises:
+            CallTimeoutError: `timeout` seconds have passed. The call itself goes on, and can be waited for again.
+        """
+        if not super().done() and current.thread.critical:
+            raise in_finaliser("Future.wait()")
+        call = self.call
+        if call is not None and not super().done():
+            self._help_wait(call, timeout)
+            if timeout is not None and not call.done:
+                raise CallTimeoutError(
+                    f"no answer from worker {call.peer!r} to the call of {call.function} within {timeout} s"
+                )
+        return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        self._has_callbacks = True
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._has_callbacks = True
+        super().add_done_callback(callback)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+
+        def wake() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        def on_done(_: object) -> None:
+            try:
+                loop.call_soon_threadsafe(wake)
+            except RuntimeError:
+                pass  # the loop was closed, and nobody awaits any more
+
+        self.add_done_callback(on_done)
+        yield from waiter
+        return self.wait()
+
+    # -- for the worker --------------------------------------------------------------------------------
+
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether completing it runs users' code."""
+        return self._has_callbacks
+
+    def fail(self, make_error: Callable[[], BaseException], description: str) -> None:
+        """Completes it with an error, made anew for everyone who asks.
+
+        torch keeps the function below where the garbage collector cannot see it. An exception that it held
+        would hold the frames that it passed through, and with them this future, for ever.
+        """
+        failure = self._failure = _Failure(repr(make_error()), description)
+
+        def unwrap(_: object) -> Any:
+            failure.observed = True
+            raise make_error()
+
+        # torch calls this for everyone who asks for the value, wait_all() and collect_all() included.
+        self._set_unwrap_func(unwrap)
+        self.set_result(None)
+
+    @finaliser
+    def __del__(self) -> None:
+        # It may run on any thread, under any lock, so it leaves a note and does no more.
+        failure = getattr(self, "_failure", None)
+        if failure is not None and not failure.observed and not self._has_callbacks:
+            self._log_later(f"{failure.description} failed, and nobody waited for it: {failure.error}")
+
+
+class _Failure:
+    def __init__(self, error: str, description: str) -> None:
+        self.error = error
+        self.description = description
+        self.observed = False

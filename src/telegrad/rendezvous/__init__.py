@@ -1,0 +1,1 @@
+"""How workers find each other: a group of workers in one of torch's stores."""

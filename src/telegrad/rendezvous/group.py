@@ -1,0 +1,374 @@
+"""How workers find each other: one of torch's stores, and what a group keeps in it.
+
+    group                a random name; connections between different groups are refused
+    size                 how many workers it has
+    ids                  a counter: the next worker id
+    name/<name>          the id of the worker that has the name
+    rank/<rank>          the id of the worker that has the rank (groups of a fixed size)
+    member/<id>          its Member entry
+    <barrier>/...        who has arrived where
+
+A store's client blocks all its users while it waits for a key, so a worker that waits polls instead. Each request has
+a time limit (see store.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from ..errors import NameTakenError, RendezvousError
+from ..events import logger
+from ..messages import MAX_WORKER_ID, Member
+from ..primitives.interrupts import interruptible
+from .store import Deadline, StoreClient
+
+_PREFIX = "telegrad/"
+_NEVER = "\x00never"
+_LEAVING = 1.0  # seconds that leaving a group may take
+
+
+def open_store(
+    init_method: str, rank: int, world_size: int | None, timeout: float
+) -> tuple[Any, int, int | None]:
+    """The store behind an address, with the rank and world size that it names, if it does.
+
+    `env://` reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, as torchrun sets them.
+
+    Raises:
+        RendezvousError: the address makes no sense, its port is in use, or nobody serves the store.
+    """
+    try:
+        url = urlsplit(init_method)
+        port = url.port
+    except ValueError as error:
+        raise RendezvousError(f"init_method {init_method!r} is not an address: {error}") from error
+    if url.scheme == "env":
+        return _open_env(rank, world_size, timeout)
+    if url.scheme == "tcp":
+        rank, world_size = _from_query(url.query, rank, world_size)
+        if not url.hostname or port is None:
+            raise RendezvousError(f"init_method {init_method!r} lacks a host or port; write tcp://HOST:PORT")
+        return _open_tcp(url.hostname, port, rank, timeout), rank, world_size
+    if url.scheme == "file":
+        rank, world_size = _from_query(url.query, rank, world_size)
+        path = url.netloc + url.path
+        if not path or not os.path.isdir(os.path.dirname(path) or "."):
+            raise RendezvousError(f"init_method {init_method!r}: its directory does not exist")
+        return FileStore(path, -1), rank, world_size
+    raise RendezvousError(
+        f"init_method {init_method!r} is not understood; use env://, tcp://HOST:PORT or file:///PATH"
+    )
+
+
+def _from_query(query: str, rank: int, world_size: int | None) -> tuple[int, int | None]:
+    for part in filter(None, query.split("&")):
+        key, _, value = part.partition("=")
+        if key == "rank":
+            rank = int(value)
+        elif key == "world_size":
+            world_size = int(value)
+    return rank, world_size
+
+
+def _open_env(rank: int, world_size: int | None, timeout: float) -> tuple[Any, int, int | None]:
+    env = os.environ
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+    if missing:
+        raise RendezvousError(
+            f"init_method env:// needs the environment variables {missing}; set them, start the program with "
+            "torchrun, or give init_rpc() another init_method (tcp://HOST:PORT or file:///PATH)"
+        )
+    if rank < 0 and "RANK" in env:
+        rank = int(env["RANK"])
+    if world_size is None and "WORLD_SIZE" in env:
+        world_size = int(env["WORLD_SIZE"])
+    host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    # torchrun's own agent serves the store for its workers.
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = PrefixStore(
+            f"telegrad/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", connect_store(host, port, timeout)
+        )
+        return store, rank, world_size
+    return _open_tcp(host, port, rank, timeout), rank, world_size
+
+
+def _open_tcp(host: str, port: int, rank: int, timeout: float) -> Any:
+    """Rank 0 serves the store. Without a rank, whoever comes first at the address does."""
+    if rank > 0:
+        return connect_store(host, port, timeout)
+    try:
+        return serve_store(host, port, timeout)
+    except (RuntimeError, ValueError, OSError) as error:
+        if rank == 0:
+            raise RendezvousError(
+                f"rank 0 cannot serve the store at {host}:{port}: {_first_line(error)}; "
+                "is the port in use by another program, or the host not this machine?"
+            ) from error
+    return connect_store(host, port, timeout)
+
+
+def serve_store(host: str, port: int, timeout: float) -> Any:
+    """A store that listens at that address only (torch's own would listen on every interface)."""
+    with socket.create_server((host, port), backlog=2048) as listener:
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            host,
+            port,
+            None,
+            True,
+            _seconds(timeout),
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),
+        )
+    return store
+
+
+def connect_store(host: str, port: int, timeout: float, *, wait: bool = True) -> Any:
+    """A client of the store at that address. With `wait`, it may be served only later, but within `timeout` seconds."""
+    # TCPStore retries on its own, but gives up silently late and prints; so look first whether there is a listener.
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            interruptible(_knock, host, port, max(0.1, min(timeout, 5.0)))
+            break
+        except OSError as error:
+            if not wait or time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"nobody serves a store at {host}:{port} ({error}); start rank 0 first, or check the address"
+                ) from error
+            interruptible(time.sleep, 0.02)
+    until = Deadline(max(1.0, deadline - time.monotonic()))
+    client = StoreClient(None)
+    try:
+        return client.ask(
+            lambda _: TCPStore(host, port, None, False, _seconds(until.seconds), wait_for_workers=False),
+            until,
+        )
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, RendezvousError):
+            raise RendezvousError(f"at {host}:{port}: {error}") from None
+        raise RendezvousError(f"the program at {host}:{port} is not a store: {_first_line(error)}") from error
+    finally:
+        client.close()
+
+
+def _knock(host: str, port: int, timeout: float) -> None:
+    socket.create_connection((host, port), timeout=timeout).close()
+
+
+def _seconds(timeout: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=timeout)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def this_host() -> str:
+    """Equal for two processes that can reach each other by unix socket: same kernel, user and processes."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot}/{os.getuid()}/{os.readlink('/proc/self/ns/pid')}"
+
+
+class Group:
+    """The workers that share a store, as one of them sees it. What asks the store takes a time limit in seconds; by
+    default that of the start-up."""
+
+    def __init__(self, store: Any, world_size: int | None, timeout: float) -> None:
+        self._client = StoreClient(PrefixStore(_PREFIX, store))
+        self.world_size = world_size
+        self._timeout = timeout
+        try:
+            self.name = self._agree()
+        except BaseException:
+            self.let_go()
+            raise
+
+    def _agree(self) -> str:
+        """The group's name. The first worker to come decides on the name and the size; the size must be the same for
+        all."""
+        until = self._until(None)
+        name = self._compare_set("group", "", uuid.uuid4().hex, until)
+        size = "no fixed size" if self.world_size is None else f"{self.world_size} workers"
+        if (agreed := self._compare_set("size", "", size, until)) != size:
+            raise RendezvousError(
+                "RPC group mixes statically and dynamically initialized members which is not supported. Or it mixes "
+                f"sizes: it has {agreed}, and this worker is to join a group of {size}; give all the same world_size"
+            )
+        return name
+
+    def _until(self, timeout: float | None) -> Deadline:
+        return Deadline(self._timeout if timeout is None else timeout)
+
+    def _ask(self, until: Deadline, function: Callable[[Any], Any]) -> Any:
+        try:
+            return self._client.ask(function, until)
+        except RendezvousError:
+            raise
+        except Exception as error:
+            raise RendezvousError(
+                f"the group's store does not answer: {_first_line(error)}; has the process that serves it ended?"
+            ) from error
+
+    def _get(self, key: str, until: Deadline) -> bytes | None:
+        # Not get(), which waits for a key that is not there, and keeps all others from the store meanwhile. Compared
+        # with what no key is ever set to, nothing is set, and what is there comes back.
+        found: bytes = self._ask(until, lambda store: store.compare_set(key, _NEVER, _NEVER))
+        return None if found == _NEVER.encode() else found
+
+    def _set(self, key: str, value: str | bytes, until: Deadline) -> None:
+        self._ask(until, lambda store: store.set(key, value))
+
+    def _compare_set(self, key: str, expected: str, desired: str, until: Deadline) -> str:
+        """Sets the key if it is as expected (empty: not there); what it is then."""
+        value: bytes = self._ask(until, lambda store: store.compare_set(key, expected, desired))
+        return value.decode()
+
+    # -- joining and leaving ---------------------------------------------------------------------------
+
+    def new_id(self, rank: int) -> int:
+        """A worker id that was never used in this group. The first to have a rank has the rank as its id."""
+        until = self._until(None)
+        if self.world_size is not None:
+            if not 0 <= rank < self.world_size:
+                raise RendezvousError(
+                    f"rank {rank} is not within world_size {self.world_size}; ranks start at 0"
+                )
+            if self._ask(until, lambda store: store.add(f"incarnations/{rank}", 1)) == 1:
+                return rank
+        id = int(self._ask(until, lambda store: store.add("ids", 1))) - 1 + (self.world_size or 0)
+        if id > MAX_WORKER_ID:
+            raise RendezvousError(f"this group has had {MAX_WORKER_ID} workers; start a new one")
+        return id
+
+    def claim(self, name: str, id: int, is_alive: Callable[[Member], bool]) -> None:
+        """Takes the name, also from a worker that died with it.
+
+        Raises:
+            NameTakenError: a live worker has it.
+        """
+        joining = self._until(None)
+        expected = ""
+        while True:
+            until = self._until(None)
+            owner = self._compare_set(f"name/{name}", expected, str(id), until)
+            if owner == str(id):
+                return
+            member = self._member(int(owner), until) if owner else None
+            if owner and member is None and joining.left():  # it claimed the name and is about to join
+                interruptible(time.sleep, 0.01)
+                continue
+            if member is not None and is_alive(member):
+                raise NameTakenError(
+                    f"worker name {name!r} is not unique: a live worker with id {owner} has it; choose another"
+                )
+            expected = owner
+
+    def publish(self, member: Member) -> None:
+        until = self._until(None)
+        self._set(f"member/{member.id}", msgspec.msgpack.encode(member), until)
+        if member.rank >= 0:
+            self._set(f"rank/{member.rank}", str(member.id), until)
+            if member.id != member.rank:  # it takes the place of one that has left
+                self._ask(until, lambda store: store.delete_key(f"left/{member.rank}"))
+
+    def fail(self, rank: int, reason: str) -> None:
+        """Tells those who wait for this rank that it does not come."""
+        if self.world_size is not None:
+            self._set(f"failed/{rank}", reason, self._until(_LEAVING))
+
+    def leave(self, member: Member, *, tell: bool) -> None:
+        """Frees the name, if the others are to be told, and lets go of the store. Takes a second at most.
+
+        The store may be gone by now; then there is no worker left to tell.
+        """
+        until = self._until(_LEAVING)
+        try:
+            if tell and member.rank >= 0:
+                self._set(f"left/{member.rank}", b"1", until)
+            if tell:
+                self._compare_set(f"name/{member.name}", str(member.id), "", until)
+                self._ask(until, lambda store: store.delete_key(f"member/{member.id}"))
+        except RendezvousError as error:
+            logger.debug("worker %r left its group without a word: %s", member.name, error)
+        finally:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Never uses the store again: one that this process serves ends with that. Any number of times."""
+        self._client.close()
+
+    # -- looking ---------------------------------------------------------------------------------------
+
+    def _member(self, id: int, until: Deadline) -> Member | None:
+        data = self._get(f"member/{id}", until)
+        return None if data is None else msgspec.msgpack.decode(data, type=Member)
+
+    def find(self, to: str | int, timeout: float | None = None) -> Member | None:
+        """The member of that name or id."""
+        until = self._until(timeout)
+        if isinstance(to, int):
+            return self._member(to, until)
+        id = self._get(f"name/{to}", until)
+        return self._member(int(id), until) if id else None
+
+    def members(self, timeout: float | None = None) -> list[Member]:
+        """All members, by id."""
+        until = self._until(timeout)
+        count = int(self._ask(until, lambda store: store.add("ids", 0))) + (self.world_size or 0)
+        return [member for id in range(count) if (member := self._member(id, until))]
+
+    def wait_for_all(self) -> list[Member]:
+        """Waits until every rank has joined.
+
+        Raises:
+            RendezvousError: some did not come in time, or could not join; it names their ranks.
+        """
+        assert self.world_size is not None
+        missing = set(range(self.world_size))
+
+        def all_here() -> bool:
+            until = self._until(None)
+            missing.difference_update([r for r in missing if self._get(f"rank/{r}", until) is not None])
+            for rank in missing:
+                if (reason := self._get(f"failed/{rank}", until)) is not None:
+                    raise RendezvousError(f"rank {rank} could not join the group: {reason.decode()}")
+            return not missing
+
+        if not poll_until(all_here, self._timeout):
+            raise RendezvousError(
+                f"ranks {sorted(missing)} of {self.world_size} did not join within {self._timeout:.0f} s; "
+                "were they started, with the same address and world_size?"
+            )
+        return self.members()
+
+    # -- barriers --------------------------------------------------------------------------------------
+
+    def arrive(self, barrier: str, rank: int, timeout: float | None = None) -> None:
+        self._set(f"{barrier}/{rank}", b"1", self._until(timeout))
+
+    def arrived(self, barrier: str, rank: int, timeout: float | None = None) -> bool:
+        return bool(self._ask(self._until(timeout), lambda store: store.check([f"{barrier}/{rank}"])))
+
+
+def poll_until(condition: Callable[[], bool], timeout: float | None) -> bool:
+    """Asks again and again, less and less often; False if the time was over."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    pause = 0.001
+    while not condition():
+        if deadline is not None and time.monotonic() > deadline:
+            return False
+        interruptible(time.sleep, pause)
+        pause = min(0.05, pause * 1.5)
+    return True

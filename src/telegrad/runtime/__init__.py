@@ -1,0 +1,1 @@
+"""How a worker waits, reads, calls and serves."""

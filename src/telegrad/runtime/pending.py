@@ -1,0 +1,241 @@
+"""Calls that wait for their answer, and what bounds them: deadlines, and bytes in flight per peer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CallTimeoutError
+from ..events import logger
+from ..messages import Envelope
+from ..options import SHARED_MEMORY_FROM
+from ..primitives.waiter import Waiter
+from ..transport.base import Connection, Frames
+
+if TYPE_CHECKING:
+    from ..primitives.futures import Future
+    from .profiled_calls import ProfiledCall
+
+OVERHEAD_BYTES = 1024  # counted for each call in flight beside its bytes: a million tiny calls are not free
+
+
+class PendingCall(Waiter):
+    """A call from when it is sent until it was answered, failed or timed out.
+
+    The thread that takes it out of `PendingCalls` completes it, so it completes once.
+    """
+
+    __slots__ = (
+        "caller_waits", "claimed", "connection", "context", "deadline", "depth", "envelope", "frames", "function",
+        "future", "id", "make_error", "nbytes", "peer", "profiled", "reading", "timeout", "window",
+    )  # fmt: skip
+
+    def __init__(self, id: int, function: str, peer: str, timeout: float | None, depth: int) -> None:
+        super().__init__()
+        self.id = id
+        self.function = function
+        self.peer = peer
+        self.timeout = timeout
+        self.deadline = None if timeout is None else time.monotonic() + timeout
+        self.depth = depth
+        self.connection: Connection | None = None
+        self.context = 0  # of autograd, in which it was sent; 0: none
+        self.window: Window | None = None
+        self.nbytes = 0  # counted in the window
+        self.future: Future | None = None
+        self.envelope: Envelope | None = None
+        self.frames: Frames | None = None
+        self.make_error: Callable[[], BaseException] | None = None  # anew for everyone who asks
+        self.caller_waits = True  # by this thread, at once
+        self.claimed = False  # the answer was read, and is being handed on
+        self.profiled: ProfiledCall | None = None  # of a caller that is profiled
+        self.reading = False  # its caller holds the read lease since before it was written
+
+    def left(self) -> float | None:
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def stop_reading(self) -> None:
+        """Releases the read lease, if its caller holds it since before the call was written."""
+        if self.reading:
+            self.reading = False
+            assert self.connection is not None
+            self.connection.lease.release()
+
+    def admit(self, nbytes: int) -> None:
+        """Before it is written: waits for its place among the bytes in flight.
+
+        Raises:
+            TimeoutError: there was none in time.
+        """
+        nbytes += OVERHEAD_BYTES
+        window, connection = self.window, self.connection
+        assert window is not None
+        assert connection is not None
+        if not window.enter(nbytes, self.depth, self.timeout):
+            raise TimeoutError(f"{window.bytes_in_flight()} bytes of calls to it are unanswered")
+        self.nbytes = nbytes
+        if self.caller_waits and nbytes < SHARED_MEMORY_FROM:
+            # The answer may be here before the write returns: be the one who reads it.
+            self.reading = connection.lease.try_take()
+
+    def leave_window(self) -> None:
+        nbytes, self.nbytes = self.nbytes, 0
+        if nbytes:
+            assert self.window is not None
+            self.window.leave(nbytes, self.depth)
+
+    def timeout_error(self) -> Callable[[], CallTimeoutError]:
+        """Makes the error of a call whose time is over. It does not refer to the call: see Future.fail."""
+        limit = int((self.timeout or 0) * 1000)
+        return partial(
+            CallTimeoutError,
+            f"no answer from worker {self.peer!r} to the call of {self.function}: "
+            f"RPC ran for more than set timeout ({limit} ms) and will now be marked with an error",
+        )
+
+
+class PendingCalls:
+    """The calls in flight, by message id. A timer of the worker's expires those that no thread may be waiting for.
+
+    `new_timer` makes a timer: a function that has a task run on a thread of the worker's, so many seconds after it was
+    called. `on_expired` completes a call whose time is over.
+    """
+
+    def __init__(
+        self,
+        on_expired: Callable[[PendingCall], None],
+        new_timer: Callable[[Callable[[], None]], Callable[[float], None]],
+    ) -> None:
+        self._calls: dict[int, PendingCall] = {}  # its single operations are atomic
+        self._on_expired = on_expired
+        self._lock = threading.Lock()  # guards all below
+        self._next_look = float("inf")
+        self._set_timer = new_timer(self._expire)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: PendingCall) -> None:
+        self._calls[call.id] = call
+
+    def take(self, id: int) -> PendingCall | None:
+        return self._calls.pop(id, None)
+
+    def claim(self, id: int, connection: Connection) -> PendingCall | None:
+        """Takes out a call whose answer was read. Only the worker that was asked can answer."""
+        call = self._calls.get(id)
+        if call is None:
+            return None
+        if call.connection is not connection:
+            logger.warning(
+                "worker %r has answered a call of %s that was made to worker %r; the answer is dropped",
+                connection.peer.name, call.function, call.peer,
+            )  # fmt: skip
+            return None
+        if self._calls.pop(id, None) is None:
+            return None
+        call.claimed = True
+        return call
+
+    def take_all(self, connection: Connection | None) -> list[PendingCall]:
+        """Takes out all calls of a connection, or (None) all calls."""
+        calls = [c for c in list(self._calls.values()) if connection is None or c.connection is connection]
+        return [c for c in calls if self.take(c.id) is not None]
+
+    def watch(self, call: PendingCall) -> None:
+        """Expires the call at its deadline. Calls whose callers wait watch themselves."""
+        if call.deadline is None or call.deadline >= self._next_look:
+            return
+        with self._lock:
+            if call.deadline < self._next_look:
+                self._next_look = call.deadline
+                self._set_timer(call.deadline - time.monotonic())
+
+    def _expire(self) -> None:
+        """Completes the calls whose time is over, and sets the timer for the next one."""
+        with self._lock:
+            self._next_look = float("inf")  # a call that is watched from here on sets the timer itself
+        now = time.monotonic()
+        soonest: PendingCall | None = None
+        for call in list(self._calls.values()):
+            if call.deadline is None:
+                continue
+            if call.deadline > now:
+                if soonest is None or call.deadline < soonest.deadline:  # type: ignore[operator]
+                    soonest = call
+            elif self.take(call.id) is not None:
+                try:
+                    self._on_expired(call)
+                except Exception:  # the deadlines of others go on
+                    logger.exception(
+                        "a call of %s on worker %r could not be expired", call.function, call.peer
+                    )
+        if soonest is not None:
+            self.watch(soonest)
+
+
+class Window:
+    """The bytes in flight to one peer: who wants to send more waits until answers have come.
+
+    # Note [why the window is counted per depth]
+    A call made while serving another one must never wait for that one's caller, or two workers that call each
+    other could block for ever. So each depth of nesting has its own allowance: calls of depth d wait only
+    for calls of depth d to be answered, and those wait only for calls of depth d + 1. The deepest wait for
+    nobody.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()  # guards the bytes; held for a moment only
+        self._bytes: dict[int, int] = {}  # by depth
+        self._waiting: list[Waiter] = []  # its single operations are atomic
+
+    def enter(self, nbytes: int, depth: int, timeout: float | None) -> bool:
+        """Counts the bytes in, when there is room (one message always fits); False if the time was over."""
+        if self._enter(nbytes, depth):
+            return True
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            waiter = Waiter()
+            self._waiting.append(waiter)
+            if self._enter(nbytes, depth):  # bytes have left before they could see the waiter
+                return True
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            waiter.sleep(left)
+
+    def _enter(self, nbytes: int, depth: int) -> bool:
+        with self._lock:
+            used = self._bytes.get(depth, 0)
+            if used and used + nbytes > self._limit:
+                return False
+            self._bytes[depth] = used + nbytes
+            return True
+
+    def leave(self, nbytes: int, depth: int) -> None:
+        with self._lock:
+            self._bytes[depth] -= nbytes
+        while self._waiting:
+            try:
+                self._waiting.pop().set_done()
+            except IndexError:
+                return
+
+    def bytes_in_flight(self) -> int:
+        with self._lock:
+            return sum(self._bytes.values())
+
+
+def effective_timeout(asked: float | None, default: float, enclosing: float | None) -> float | None:
+    """What a call's time limit is: what was asked for (0: none) or the default, and never beyond the
+    deadline of the call that it is made in."""
+    limit: Any = default if asked is None else asked
+    limit = None if limit == 0 else float(limit)
+    if enclosing is None:
+        return limit  # type: ignore[no-any-return]
+    left = max(0.0, enclosing - time.monotonic())
+    return left if limit is None else min(limit, left)

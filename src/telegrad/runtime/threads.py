@@ -1,0 +1,178 @@
+"""The threads of a worker: they wait for messages, read them, and run users' functions.
+
+All idle threads sleep in the worker's poller. One that leaves it to work first makes sure that another one
+stays, so there is always somebody who reads, whatever the functions do: wait for other calls, hold locks,
+sleep. The number of threads follows the need; those with nothing to do end after a while.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from ..events import logger
+from ..primitives import current
+from ..transport.poller import Poller
+
+Task = Callable[[], None]
+
+
+class Threads:
+    def __init__(
+        self, name: str, poller: Poller, idle_timeout: float, on_start: Task, on_idle: Task | None = None
+    ) -> None:
+        self._name = name
+        self._poller = poller
+        self._idle_timeout = idle_timeout
+        self._on_start = on_start  # runs first on each thread
+        self._on_idle = (
+            on_idle  # runs now and then while there is nothing else to do; quick, and never raises
+        )
+        self._tasks: deque[Task] = deque()  # appended and taken on any thread; its operations are atomic
+        self._lock = threading.Lock()  # guards all below
+        self._idle = 0  # threads that wait for something to do, or are about to
+        self._started = 0
+        self._threads: set[threading.Thread] = set()
+        self._starved = False  # the last thread that was to start could not
+        self._closed = False
+
+    def start(self) -> None:
+        """Starts the first thread, for those who wait for messages from outside."""
+        with self._lock:
+            if not self._threads:
+                self._spawn_locked()
+
+    def submit(self, task: Task) -> None:
+        """Runs a task on one of the threads; on the caller's, when they have ended. Takes the lock only to
+        start a thread."""
+        self._tasks.append(task)
+        if not self._threads or self._starved:
+            with self._lock:
+                if not self._idle:
+                    self._spawn_locked()
+        self._poller.wake()
+        if self._closed:
+            self._run_rest()
+
+    def submit_from_finaliser(self, task: Task) -> None:
+        """Like submit, but takes no lock at all. With no thread running, the task waits for the next one."""
+        self._tasks.append(task)
+        self._poller.wake()
+
+    def new_timer(self, task: Task) -> Callable[[float], None]:
+        """Makes a timer: a function that has a task run on one of the threads, so many seconds after it was called. It
+        takes no lock. With no thread running, the task waits for the next one."""
+        return self._poller.new_timer(task)
+
+    @property
+    def count(self) -> int:
+        return len(self._threads)
+
+    def _spawn_locked(self) -> None:
+        """Starts a thread. Where the system has none to give, the ones that run go on, and the next task, or the next
+        thread that has nothing to do, tries again."""
+        if self._closed:
+            return
+        self._started += 1
+        thread = threading.Thread(
+            target=self._run, name=f"telegrad-{self._name}-{self._started}", daemon=True
+        )
+        # Not yet idle, but on its way: counted before it runs, or every busy thread would start another one.
+        self._threads.add(thread)
+        self._idle += 1
+        try:
+            thread.start()
+            self._starved = False
+        except (RuntimeError, MemoryError) as error:
+            self._threads.discard(thread)
+            self._idle -= 1
+            if not self._starved:
+                self._starved = True
+                logger.warning("worker %r: no thread could be started, trying again: %s", self._name, error)
+
+    def _run(self) -> None:
+        current.thread.critical = 1  # but for users' code, see interrupts.py
+        try:
+            self._on_start()
+            while (found := self._wait()) is not None:
+                for task in found:
+                    self._attempt(task)
+                    del task  # what it holds must not live until the next one comes
+                found = None
+        except (
+            BaseException
+        ):  # tasks raise nothing; it came while the thread waited for one, and counted as idle
+            with self._lock:
+                self._idle -= 1
+            logger.exception("a thread of worker %r has ended", self._name)
+        finally:
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+            self._poller.wake()  # on closing, each thread that ends lets the next one go
+
+    def _wait(self) -> list[Task] | None:
+        """The next things to do; None if this thread should end. Counted as idle when called; when it returns, not."""
+        idle_since = time.monotonic()
+        while True:
+            found = (
+                None
+                if self._closed
+                else self._take() or self._poller.poll(self._idle_timeout) or self._take()
+            )
+            with self._lock:
+                if found or self._closed:
+                    self._idle -= 1
+                    if self._closed and not found:
+                        return None
+                    if not self._idle:
+                        self._spawn_locked()
+                    return found
+                if time.monotonic() - idle_since < self._idle_timeout:
+                    continue  # woken for something that another thread has taken
+                if self._idle > 1 and not self._tasks:
+                    self._idle -= 1
+                    return None
+            # The last one stays, and looks after things now and then.
+            if self._on_idle is not None:
+                self._on_idle()
+            idle_since = time.monotonic()
+
+    def _take(self) -> list[Task] | None:
+        try:
+            task = self._tasks.popleft()
+        except IndexError:
+            return None
+        if self._tasks:
+            self._poller.wake()
+        return [task]
+
+    def _attempt(self, task: Task) -> None:
+        try:
+            task()
+        except BaseException:  # also a SystemExit: the thread is the worker's
+            logger.exception("a task of worker %r failed", self._name)
+        finally:
+            with self._lock:
+                self._idle += 1
+
+    def _run_rest(self) -> None:
+        """Runs the tasks that no thread has taken: somebody may wait for them."""
+        while (rest := self._take()) is not None:
+            self._attempt(rest[0])
+
+    def close(self, timeout: float) -> bool:
+        """Ends the threads that are idle at once and the others when their task ends; waits for them.
+
+        Returns whether all have ended.
+        """
+        with self._lock:
+            self._closed = True
+            threads = [t for t in self._threads if t is not threading.current_thread()]
+        self._poller.wake()
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._run_rest()
+        return not any(t.is_alive() for t in threads)

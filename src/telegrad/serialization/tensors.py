@@ -1,0 +1,318 @@
+"""Tensors in and out of a pickle: metadata in the skeleton, large memory beside it.
+
+`reduce_tensor` says how a tensor is rebuilt. Small memory is copied into the skeleton; from
+SHARED_MEMORY_FROM bytes on it is a pickle buffer that points at the tensor's own memory, which the
+transport moves. The memory is sent as it lies where it is dense (any order of strides), else packed. The
+conj and neg bits travel as bits. A tensor of another device goes through host memory, and back to its
+device where the receiver has it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pickle
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from ..errors import EncodeError
+from ..options import SHARED_MEMORY_FROM
+
+_DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+_DTYPE_NAMES = {v: k for k, v in _DTYPES.items()}
+
+REQUIRES_GRAD, _CONJ, _NEG = 1, 2, 4
+FLAGS = 4  # their place in a description
+
+# Arrays, not memoryviews, as views of memory: where the garbage collector breaks up a cycle with a view of a
+# memoryview in it, Python 3.11 crashes.
+_array_type = functools.lru_cache(maxsize=4096)(lambda nbytes: ctypes.c_char * nbytes)
+
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+_BY_ROW = {torch.sparse_csr, torch.sparse_bsr}
+
+# A subclass that has a way of its own to be saved knows better than we do.
+_TORCHS_WAYS = {torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__}
+
+
+def reduce_tensor(tensor: torch.Tensor, keep: list[Any]) -> Any:
+    """How pickle should save a tensor, or NotImplemented for one that knows better itself.
+
+    `keep` gets whatever must live until the memory that pickle buffers point at was sent.
+    """
+    kind = type(tensor)
+    if kind is torch.Tensor and not tensor.__dict__:
+        return _reduce_plain(tensor, keep)
+    with torch._C.DisableTorchFunctionSubclass():
+        if kind.__reduce_ex__ not in _TORCHS_WAYS or kind.__reduce__ is not torch.Tensor.__reduce__:
+            return NotImplemented
+        if hasattr(kind, "__tensor_flatten__"):
+            return _reduce_flattened(tensor)
+        if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+            return NotImplemented
+        plain = torch.Tensor._make_subclass(torch.Tensor, tensor, False)
+        return _rebuild_subclass, (kind, plain, tensor.requires_grad, _state(tensor))
+
+
+def reduce_tracked(tensor: torch.Tensor, tracked: list[torch.Tensor]) -> Any:
+    """How pickle should save a tensor that requires grad, in a message whose gradients will be asked for: by its
+    place among the tracked ones, where it is put.
+
+    Raises:
+        EncodeError: it is of a kind that gradients cannot be followed through.
+    """
+    kind = type(tensor)
+    if kind is torch.Tensor and not tensor.__dict__:
+        tracked.append(tensor)
+        return _at, (len(tracked) - 1,)
+    if isinstance(tensor, UninitializedTensorMixin):
+        return NotImplemented  # it has no values yet, and so no gradient
+    with torch._C.DisableTorchFunctionSubclass():
+        has_own_way = kind.__reduce_ex__ not in _TORCHS_WAYS or kind.__reduce__ is not torch.Tensor.__reduce__
+        is_wrapper = kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+        if has_own_way or is_wrapper:
+            raise EncodeError(
+                f"a {kind.__name__} that requires grad cannot be followed to another worker: its class says itself how "
+                "it is saved. Send the plain tensors that it is made of, or its detach()"
+            )
+        tracked.append(tensor)
+        return _subclass_at, (kind, len(tracked) - 1, _state(tensor))
+
+
+class _Tracked(threading.local):
+    tensors: Sequence[torch.Tensor] = ()
+
+
+_tracked = _Tracked()  # those of the message that this thread decodes
+
+
+@contextmanager
+def attached(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """While the values of a message are unpickled: the tracked tensors, which have their history already."""
+    before, _tracked.tensors = _tracked.tensors, tensors
+    try:
+        yield
+    finally:
+        _tracked.tensors = before
+
+
+def _at(place: int) -> torch.Tensor:
+    return _tracked.tensors[place]
+
+
+def _subclass_at(kind: type[torch.Tensor], place: int, state: Any) -> torch.Tensor:
+    tensor = _tracked.tensors[place]
+    if issubclass(kind, torch.nn.Parameter):
+        # A Parameter is a leaf, and this tensor has a history. torch takes for a Parameter what says that it is one.
+        tensor._is_param = True
+    elif kind is not torch.Tensor:
+        with torch.enable_grad():
+            tensor = tensor.as_subclass(kind)
+    if state is not None:
+        _set_state(tensor, state)
+    return tensor
+
+
+def _state(tensor: torch.Tensor) -> Any:
+    """The attributes that a tensor was given, in its __dict__ or in slots; None if there are none."""
+    state = torch._utils._get_obj_state(tensor)
+    return dict(state) or None if isinstance(state, dict) else state
+
+
+def _reduce_plain(tensor: torch.Tensor, keep: list[Any]) -> Any:
+    if tensor.layout is not torch.strided:
+        return _reduce_sparse(tensor)
+    if tensor.is_quantized:
+        return _reduce_quantized(tensor)
+    description = describe(tensor, keep)
+    return NotImplemented if description is None else (rebuild, description)
+
+
+def describe(tensor: torch.Tensor, keep: list[Any]) -> tuple[Any, ...] | None:
+    """A plain tensor as the arguments of `rebuild`; None for one with more to it than strided memory."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.__dict__:
+        return None
+    flags = 0
+    if tensor.requires_grad:
+        flags |= REQUIRES_GRAD
+        tensor = tensor.detach()
+    dtype = tensor.dtype
+    if dtype.is_complex and tensor.is_conj():
+        flags |= _CONJ
+        tensor = tensor.conj()
+    if tensor.is_neg():
+        flags |= _NEG
+        tensor = torch._neg_view(tensor)
+    device = None
+    if not tensor.is_cpu:
+        if tensor.is_meta:
+            return None
+        device = str(tensor.device)
+        tensor = tensor.cpu()
+    shape, stride = tensor.shape, tensor.stride()
+    if not tensor.is_contiguous():
+        if 0 in stride:
+            # Expanded, as many gradients are: what is there once is sent once.
+            tensor = tensor[tuple([slice(0, 1) if step == 0 else slice(None) for step in stride])]
+        if not _is_dense(tensor):
+            tensor = tensor.contiguous()
+        stride = tuple([0 if step == 0 else own for step, own in zip(stride, tensor.stride(), strict=True)])
+    nbytes = tensor.nbytes
+    memory: Any
+    if nbytes < SHARED_MEMORY_FROM:
+        memory = bytearray(ctypes.string_at(tensor.data_ptr(), nbytes))  # which arrives writable
+    else:
+        memory = pickle.PickleBuffer(_array_type(nbytes).from_address(tensor.data_ptr()))
+        keep.append(tensor)
+    return memory, _DTYPE_NAMES[dtype], tuple(shape), stride, flags, device
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def rebuild(
+    memory: Any,
+    dtype_name: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    flags: int,
+    device: str | None,
+    detached: bool = False,
+) -> torch.Tensor:
+    """The tensor that `describe` described; `detached`, whether or not it required grad."""
+    dtype = _DTYPES[dtype_name]
+    if not len(memory):
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    else:
+        # The memory is ours alone and writable: the tensor stays where pickle or the transport put it.
+        tensor = torch.frombuffer(memory, dtype=dtype)
+        if len(shape) != 1 or stride != (1,):
+            # In place. What view() makes in no_grad could not be changed in place where gradients are recorded.
+            tensor.as_strided_(shape, stride)
+    if device is not None and _have_device(device):
+        tensor = tensor.to(device)
+    if flags:
+        if flags & _NEG:
+            torch._C._set_neg(tensor, True)
+        if flags & _CONJ:
+            torch._C._set_conj(tensor, True)
+        if flags & REQUIRES_GRAD and not detached:
+            tensor.requires_grad_()
+    return tensor
+
+
+def _have_device(name: str) -> bool:
+    device = torch.device(name)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return False
+    return (device.index or 0) < torch.accelerator.device_count()
+
+
+def _rebuild_subclass(
+    kind: type[torch.Tensor], plain: torch.Tensor, requires_grad: bool, state: Any
+) -> torch.Tensor:
+    if kind is torch.Tensor:
+        tensor = plain.requires_grad_() if requires_grad else plain
+    else:
+        tensor = torch.Tensor._make_subclass(kind, plain, requires_grad)
+    if state is not None:
+        _set_state(tensor, state)
+    return tensor
+
+
+def _reduce_flattened(tensor: Any) -> Any:
+    """A wrapper of other tensors, taken apart in the way that torch.compile does it."""
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    outer = (tuple(tensor.shape), tensor.stride(), tensor.requires_grad)
+    return _rebuild_flattened, (type(tensor), inner, context, *outer)
+
+
+def _rebuild_flattened(
+    kind: Any,
+    inner: dict[str, Any],
+    context: Any,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> Any:
+    tensor = kind.__tensor_unflatten__(inner, context, shape, stride)
+    if requires_grad and not tensor.requires_grad:
+        tensor.requires_grad_()
+    return tensor
+
+
+def _set_state(tensor: torch.Tensor, state: Any) -> None:
+    setter = getattr(type(tensor), "__setstate__", None)
+    if setter is not None and setter is not torch.Tensor.__setstate__:
+        setter(tensor, state)
+    else:
+        torch._utils._set_obj_state(tensor, state)
+
+
+def _reduce_sparse(tensor: torch.Tensor) -> Any:
+    requires_grad = tensor.requires_grad
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        shape, coalesced = tuple(tensor.shape), tensor.is_coalesced()
+        return _rebuild_coo, (tensor._indices(), tensor._values(), shape, coalesced, requires_grad)
+    if tensor.layout in _COMPRESSED:
+        by_row = tensor.layout in _BY_ROW
+        outer = tensor.crow_indices() if by_row else tensor.ccol_indices()
+        inner = tensor.col_indices() if by_row else tensor.row_indices()
+        layout = str(tensor.layout).removeprefix("torch.")
+        shape = tuple(tensor.shape)
+        return _rebuild_compressed, (outer, inner, tensor.values(), shape, layout, requires_grad)
+    return NotImplemented
+
+
+def _rebuild_coo(
+    indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], coalesced: bool, requires_grad: bool
+) -> torch.Tensor:
+    tensor = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=coalesced)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _rebuild_compressed(
+    outer: torch.Tensor,
+    inner: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    layout: str,
+    requires_grad: bool,
+) -> torch.Tensor:
+    tensor = torch.sparse_compressed_tensor(
+        outer, inner, values, shape, layout=getattr(torch, layout), check_invariants=False
+    )
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _reduce_quantized(tensor: torch.Tensor) -> Any:
+    """By its integers: torch's own way is slow, and warns."""
+    if tensor.qscheme() is torch.per_tensor_affine:
+        return _rebuild_quantized, (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
+    if tensor.qscheme() is torch.per_channel_affine:
+        scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        return _rebuild_quantized, (tensor.int_repr(), scales, zero_points, tensor.q_per_channel_axis())
+    return NotImplemented
+
+
+def _rebuild_quantized(integers: torch.Tensor, scale: Any, zero_point: Any, axis: int | None = None) -> Any:
+    if axis is None:
+        return torch._make_per_tensor_quantized_tensor(integers, scale, zero_point)
+    return torch._make_per_channel_quantized_tensor(integers, scale, zero_point, axis)

@@ -1,0 +1,418 @@
+"""Frames over a stream socket: what `unix` and `tcp` have in common.
+
+The socket does not block: readers wait in the lease's epoll, writers in poll(2). The bytes are wire.py's.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ConnectionClosedError, HandedOverError, ProtocolError, TooLargeError, TransportError
+from ..events import logger
+from ..messages import Hello
+from ..options import SHARED_MEMORY_FROM, Options
+from ..primitives import current
+from ..primitives.interrupts import blocking
+from ..primitives.waiter import Waiter
+from .base import FORKED, Buffer, Connection, ConnectionStatistics, Frames
+from .lease import ReadLease
+from .shared_memory import SegmentPool
+from .wire import MAX_BUFFERS, MAX_HEADER, FrameReader, in_one_piece, in_pieces
+
+IOV_MAX = 1024
+_NO_SIGNAL = int(socket.MSG_NOSIGNAL)  # a plain number: the flags of the socket module are enums, and slow
+_LONGEST_WRITE = 2.0  # seconds that a write may go on after the connection was aborted
+_HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
+
+
+class StreamConnection(Connection):
+    """One socket, after the handshake."""
+
+    def __init__(self, sock: socket.socket, peer: Hello, lease: ReadLease, options: Options) -> None:
+        super().__init__(peer, lease)
+        sock.setblocking(False)
+        self._sock = sock
+        self.fd = sock.fileno()
+        self._limit = options.max_message_bytes
+        self._small = min(SHARED_MEMORY_FROM, self._limit + 1)
+        # Set by whichever thread is first, and never changed back. Why nothing can be written; and whether
+        # nothing can be read either: a peer that has gone takes nothing, but what it sent can still be read.
+        self._closed_because = ""
+        self._aborted = False
+        self._failed_with: type[TransportError] = ConnectionClosedError
+        self._reading_ended = self._writing_ended = False
+        # Guarded by the lease:
+        self._private_pool = SegmentPool(options.pool_bytes, shared=False)
+        self._reader = self._make_reader()
+        # Guards the order of bytes on the socket, and the fields below. Held while a message is written;
+        # taken over by a thread of its own when a writer's time is over in the middle of one.
+        self._write_lock = threading.Lock()
+        self._messages_out = self._bytes_out = 0
+        self._writers: list[Waiter] = []  # that wait for the lock; its single operations are atomic
+
+    def open(self) -> None:
+        if not self._aborted:
+            self.lease.add(self)
+
+    def _make_reader(self) -> FrameReader:
+        return FrameReader(self._limit, self._private_pool)
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def write(
+        self, frames: Frames, timeout: float | None = None, before_waiting: Callable[[], None] | None = None
+    ) -> int:
+        header, buffers = frames.header, frames.buffers
+        nbytes = len(buffers[0]) if len(buffers) == 1 else sum(map(len, buffers))
+        if nbytes + len(header) + 8 * len(buffers) >= self._small:
+            return self._write_large(frames, nbytes, timeout, before_waiting)
+        # Nearly all messages: in one piece, at one go.
+        if not self._write_lock.acquire(blocking=False):
+            timeout = self._wait_for_write_lock(timeout, before_waiting)
+        try:
+            if self._closed_because:
+                raise ConnectionClosedError(self._closed_because)
+            piece = in_one_piece(header, buffers, nbytes)
+        except BaseException:
+            self._unlock()
+            raise
+        self._write_pieces([piece], None, nbytes + len(header), timeout, before_waiting)
+        return nbytes
+
+    def _write_large(
+        self,
+        frames: Frames,
+        nbytes: int,
+        timeout: float | None,
+        before_waiting: Callable[[], None] | None,
+    ) -> int:
+        self._check_size(frames, nbytes)
+        if self._closed_because:
+            raise ConnectionClosedError(self._closed_because)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        lane = self._fill_lane(frames, nbytes, deadline, before_waiting)
+        locked = False
+        try:
+            if not self._write_lock.acquire(blocking=False):
+                self._wait_for_write_lock(_left(deadline), before_waiting)
+            locked = True
+            if self._closed_because:
+                raise ConnectionClosedError(self._closed_because)
+            pieces = self._compose(frames, nbytes, lane)
+        except BaseException:
+            self._give_back_lane(lane)
+            if locked:
+                self._unlock()
+            raise
+        self._write_pieces(pieces, lane, nbytes + len(frames.header), _left(deadline), before_waiting)
+        return nbytes
+
+    def _check_size(self, frames: Frames, nbytes: int) -> None:
+        if nbytes > self._limit:
+            raise TooLargeError(
+                f"a message of {nbytes} bytes to worker {self.peer.name!r} is over the limit of {self._limit}; "
+                "send it in parts, or raise Options.max_message_bytes on both workers"
+            )
+        if len(frames.header) > MAX_HEADER or len(frames.buffers) > MAX_BUFFERS:
+            raise TooLargeError(
+                f"a message to worker {self.peer.name!r} has a header of {len(frames.header)} bytes and "
+                f"{len(frames.buffers)} buffers; the limits are {MAX_HEADER} and {MAX_BUFFERS}"
+            )
+
+    def _fill_lane(
+        self,
+        frames: Frames,
+        nbytes: int,
+        deadline: float | None,
+        before_waiting: Callable[[], None] | None,
+    ) -> Any:
+        """Copies the buffers to where the peer finds them, outside the lock. None: they go inline."""
+        return None
+
+    def _give_back_lane(self, lane: Any) -> None:
+        """Undoes _fill_lane for a message that is not sent."""
+
+    def _compose(self, frames: Frames, nbytes: int, lane: Any) -> list[Buffer]:
+        """The bytes of a message; the write lock is held."""
+        return in_pieces(frames.header, frames.buffers, nbytes)
+
+    def _wait_for_write_lock(
+        self, timeout: float | None, before_waiting: Callable[[], None] | None
+    ) -> float | None:
+        """Takes the lock that somebody else holds; what is left of the time then."""
+        if before_waiting is not None:
+            before_waiting()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        # The lock is taken without waiting: an interrupt that ends the wait must not find it taken.
+        while not self._write_lock.acquire(blocking=False):
+            waiter = Waiter()
+            self._writers.append(waiter)
+            if self._write_lock.acquire(blocking=False):
+                break  # it was released before the waiter could be seen
+            left = _left(deadline)
+            if left is not None and left <= 0:
+                raise self._too_slow()
+            waiter.sleep(left)
+        return _left(deadline)
+
+    def _unlock(self) -> None:
+        self._write_lock.release()
+        if self._writers:
+            self._wake_writers()
+
+    def _wake_writers(self) -> None:
+        """Wakes all who wait for the write lock: one that has given up must not be the only one."""
+        while self._writers:
+            try:
+                self._writers.pop().set_done()
+            except IndexError:
+                return
+
+    def _too_slow(self) -> TimeoutError:
+        return TimeoutError(f"worker {self.peer.name!r} did not take the message in time")
+
+    def _write_pieces(
+        self,
+        pieces: list[Buffer],
+        lane: Any,
+        nbytes: int | None,
+        timeout: float | None,
+        before_waiting: Callable[[], None] | None,
+    ) -> None:
+        """Writes a message of `nbytes` (-1: a word that is none), or (None) the rest of one. The write lock is held,
+        and let go: by this thread, or by the one that takes over the rest when the time is over in the middle."""
+        begun = nbytes is None
+        withdrawn = handed_over = waited = False
+        deadline: float | None = None
+        try:
+            while True:
+                try:
+                    if lane is None and len(pieces) == 1:
+                        sent = self._sock.send(pieces[0], _NO_SIGNAL)
+                    else:
+                        sent = self._send(pieces, lane)
+                except BlockingIOError:
+                    if not waited:
+                        waited = True
+                        deadline = None if timeout is None else time.monotonic() + timeout
+                    try:
+                        self._wait_until_writable(_left(deadline), before_waiting)
+                    except ConnectionClosedError:
+                        raise
+                    except BaseException as error:  # the time is over, or somebody pressed Ctrl-C
+                        if not begun:
+                            withdrawn = True
+                            self._withdraw(lane)
+                            raise
+                        self._leave_to_a_thread(pieces)
+                        handed_over = True
+                        raise self._gave_up(error) from error
+                    before_waiting = None
+                    continue
+                if not begun:
+                    begun, lane = True, None
+                    if nbytes >= 0:  # type: ignore[operator]
+                        self._messages_out += 1
+                        self._bytes_out += nbytes  # type: ignore[operator]
+                if len(pieces) == 1 and sent == len(pieces[0]):
+                    return
+                pieces = _behind(pieces, sent)
+                if not pieces:
+                    return
+        except BaseException as error:
+            if withdrawn or handed_over or isinstance(error, ConnectionClosedError):
+                raise
+            if isinstance(error, ConnectionError):
+                self._cannot_write(f"the connection with worker {self.peer.name!r} broke: {error}")
+                raise ConnectionClosedError(self._closed_because) from error
+            # Half a message may be out, and the rest cannot follow.
+            self.abort(f"a message to worker {self.peer.name!r} was interrupted in the middle: {error!r}")
+            if isinstance(error, OSError | RuntimeError):  # which one that cannot start a thread is
+                raise ConnectionClosedError(self._closed_because) from error
+            raise
+        finally:
+            if not handed_over:
+                self._write_lock.release()
+                if self._writers:
+                    self._wake_writers()
+
+    def _withdraw(self, lane: Any) -> None:
+        """Undoes _compose() and _fill_lane() for a message of which nothing was sent. The write lock is held."""
+        self._give_back_lane(lane)
+
+    def _gave_up(self, error: BaseException) -> HandedOverError:
+        handed_over = HandedOverError(
+            f"worker {self.peer.name!r} did not take the message in time; the rest of it follows"
+        )
+        if not isinstance(error, TimeoutError):
+            handed_over.interrupt = error
+        return handed_over
+
+    def _send(self, pieces: list[Buffer], lane: Any) -> int:
+        """Sends what goes at one go. `lane` is given as long as nothing has gone."""
+        return self._sock.sendmsg(pieces[:IOV_MAX], (), _NO_SIGNAL)
+
+    def _wait_until_writable(self, timeout: float | None, before_waiting: Callable[[], None] | None) -> None:
+        if before_waiting is not None:
+            before_waiting()
+        if timeout is not None and timeout <= 0:
+            raise self._too_slow()
+        self._wait_for(select.POLLOUT, timeout)
+
+    def _wait_for(self, events: int, timeout: float | None) -> None:
+        """Waits for an event on the socket, or so long.
+
+        Raises:
+            ConnectionClosedError: this end or the other has ended the connection.
+        """
+        poll = select.poll()
+        # RDHUP: a TCP peer that closed, and reads no more, would leave us here for ever.
+        poll.register(self.fd, events | select.POLLRDHUP)
+        found = blocking(poll.poll, _milliseconds(timeout))
+        if found and found[0][1] & _HUNG_UP:
+            self._cannot_write(f"worker {self.peer.name!r} closed the connection")
+        if self._closed_because:
+            raise ConnectionClosedError(self._closed_because)
+
+    def _cannot_write(self, reason: str) -> None:
+        """The peer takes nothing any more. What it has sent can be read still, up to the end."""
+        if not self._closed_because:
+            self._closed_because = reason
+
+    def _leave_to_a_thread(self, pieces: list[Buffer]) -> None:
+        # Half a message is out, so the stream is of no use until the other half is; but the caller's time is
+        # over and its tensors are its own again. So the rest is copied, and written by a thread that has the time.
+        rest: list[Buffer] = [bytes(piece) for piece in pieces]
+
+        def finish() -> None:
+            current.thread.critical = 1
+            try:
+                self._write_pieces(rest, None, None, None, None)
+            except ConnectionClosedError:
+                pass
+
+        threading.Thread(target=finish, name=f"telegrad-write-{self.peer.name}", daemon=True).start()
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def receive(self) -> list[Frames]:
+        if self._aborted:
+            raise self._failed_with(self._closed_because)
+        frames: list[Frames] = []
+        try:
+            self._receive_once(frames)
+        except BlockingIOError:
+            pass
+        return frames
+
+    def _receive_once(self, frames: list[Frames]) -> None:
+        """Takes what the socket has, once, and appends what is whole. Raises BlockingIOError if it has nothing."""
+        reader = self._reader
+        try:
+            count = self._receive(reader.target)
+            if not count:
+                where = " in the middle of a message" if reader.in_the_middle else ""
+                self.abort(f"worker {self.peer.name!r} closed the connection{where}")
+                raise ConnectionClosedError(self._closed_because)
+            reader.received(count, frames)
+        except (BlockingIOError, ConnectionClosedError):
+            raise
+        except ProtocolError as error:
+            self._failed_with = ProtocolError
+            self.abort(f"closed the connection with worker {self.peer.name!r}: {error}")
+            if not frames:  # else the messages before it come first, and the next read says this
+                raise ProtocolError(self._closed_because) from error
+        except (OSError, MemoryError) as error:
+            self.abort(f"the connection with worker {self.peer.name!r} broke: {error}")
+            if not frames:
+                raise ConnectionClosedError(self._closed_because) from error
+        except BaseException as error:  # what was received may not have been noted
+            self.abort(f"reading from worker {self.peer.name!r} was interrupted: {error!r}")
+            raise
+
+    def _receive(self, target: memoryview) -> int:
+        """Like recv_into of the socket; what comes beside the bytes is kept."""
+        return self._sock.recv_into(target)
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str = "closed") -> None:
+        if not self._closed_because:
+            self._closed_because = reason
+        self._aborted = True
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def dispose(self) -> None:
+        self.abort()
+        self.lease.remove(self)
+        # The descriptor's number may be given to another connection as soon as it is closed, so no thread may be
+        # inside of a read or a write. The lease sees to the one, abort() has sent writers away; the second of the two
+        # closes the descriptor.
+        self.lease.run_unread(self._end_reading)
+        if not self._write_lock.acquire(timeout=_LONGEST_WRITE):
+            logger.error("a write to worker %r does not end; its socket stays open", self.peer.name)
+            return
+        try:
+            self._end_writing()
+        finally:
+            self._unlock()
+
+    def _end_reading(self) -> None:
+        """Any number of times. The lease is held."""
+        if not self._reading_ended:
+            self._reading_ended = True
+            self._reader.close()
+            self._private_pool.close()
+            if self._writing_ended:
+                self._sock.close()
+
+    def _end_writing(self) -> None:
+        """Any number of times. The write lock is held."""
+        if not self._writing_ended:
+            self._writing_ended = True
+            if self._reading_ended:
+                self._sock.close()
+
+    def abandon(self) -> None:
+        # The copy of the socket must go, or the peer would not see the parent's end while the fork lives.
+        self._closed_because = self._closed_because or FORKED
+        self._aborted = self._reading_ended = self._writing_ended = True
+        self._write_lock = threading.Lock()  # the thread that held it is not here
+        self._sock.close()
+        self._private_pool.abandon()
+
+    def tick(self) -> None:
+        self._private_pool.tick()
+
+    def statistics(self) -> ConnectionStatistics:
+        reader = self._reader
+        return ConnectionStatistics(
+            self.transport, self._messages_out, reader.messages, self._bytes_out, reader.nbytes
+        )
+
+
+def _behind(pieces: list[Buffer], sent: int) -> list[Buffer]:
+    """What remains of the pieces after the first `sent` bytes."""
+    for index, piece in enumerate(pieces):
+        if sent < len(piece):
+            return [memoryview(piece)[sent:], *pieces[index + 1 :]]
+        sent -= len(piece)
+    return []
+
+
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else deadline - time.monotonic()
+
+
+def _milliseconds(seconds: float | None) -> int | None:
+    """For poll(2), which takes no more than 24 days at once."""
+    return None if seconds is None else math.ceil(min(max(seconds, 0.0), 1e6) * 1000)
