@@ -36,7 +36,7 @@ LAYERS = """
     messages events
     primitives
     options
-    errors
+    errors _torch
 """
 
 # (importer, imported): never, whatever the layers say. A folder stands for everything in it.

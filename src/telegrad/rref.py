@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from ._torch import BaseFuture
 from .errors import CallTimeoutError, EncodeError, GradientError, NotStartedError, PeerLostError
 from .messages import WorkerInfo
 from .primitives import current
@@ -282,7 +283,7 @@ def _may_wait(function: Function) -> Function:
 @_may_wait
 def _fetch(value: RRef[Any] | int) -> Any:
     found = current_worker().references.fetch(value.entry.id if isinstance(value, RRef) else value)
-    if isinstance(found, torch._C.Future) and not isinstance(found, Future):
+    if isinstance(found, BaseFuture) and not isinstance(found, Future):
         # The value itself, which is not to be waited for.
         raise EncodeError(
             "Can not pickle torch.futures.Future: the value of this RRef is one, and stays where it is"

@@ -24,6 +24,8 @@ from functools import partial
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
+from telegrad.primitives import clock
+
 FOREVER = float("inf")
 Check = Callable[[], bool]
 
@@ -175,7 +177,8 @@ class World:
 
     def put_into(self, monkeypatch: Any, *modules: ModuleType) -> None:
         """Replaces the system in modules: time, threading, select and os, as far as each has them."""
-        clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
+        monkeypatch.setattr(clock, "now", lambda: self.now)
+        timing = SimpleNamespace(perf_counter=lambda: self.now)
         thread = SimpleNamespace(
             Lock=lambda: Lock(self), RLock=threading.RLock, Thread=partial(NewThread, self),
             current_thread=lambda: self._mine.current.made, get_ident=lambda: id(self._mine.current),
@@ -188,7 +191,7 @@ class World:
             cpu_count=lambda: 1, EFD_NONBLOCK=0, EFD_CLOEXEC=0, sched_yield=lambda: None,
         )  # fmt: skip
         for module in modules:
-            for name, instead in (("time", clock), ("threading", thread), ("select", epoll), ("os", system)):
+            for name, instead in (("time", timing), ("threading", thread), ("select", epoll), ("os", system)):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, instead)
 

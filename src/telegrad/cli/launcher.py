@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..primitives import clock
 from .keeper import Keeper, adopt_orphans, children
 from .output import Code, error_console
 from .ranks import COLORS, Rank, Stream, how_it_ended
@@ -85,8 +86,8 @@ class _Run:
         try:
             self._start()
             while self._running:
-                self._wait(None if self._kill_at is None else self._kill_at - time.monotonic())
-                if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._wait(None if self._kill_at is None else self._kill_at - clock.now())
+                if self._kill_at is not None and clock.now() >= self._kill_at:
                     self.kill()
             self._drain()
         except BrokenPipeError:  # whoever read our output has gone
@@ -146,7 +147,7 @@ class _Run:
     def _ask_to_end(self, number: int) -> None:
         for rank in self._running.values():
             rank.signal(number)
-        self._kill_at = time.monotonic() + self._job.grace
+        self._kill_at = clock.now() + self._job.grace
 
     def kill(self) -> None:
         self._kill_at = None
@@ -154,8 +155,8 @@ class _Run:
             rank.signal(signal.SIGKILL)
 
     def _drain(self) -> None:
-        until = time.monotonic() + _DRAIN
-        while self._streams and (left := until - time.monotonic()) > 0:
+        until = clock.now() + _DRAIN
+        while self._streams and (left := until - clock.now()) > 0:
             self._wait(left)
 
     def _verdict(self) -> int:
@@ -223,10 +224,10 @@ def _signals() -> Iterator[int]:
 def _sweep(others: set[int]) -> None:
     """Ends what the processes have started and not ended: by now these are orphans, and so our children. `others`
     are not ours to end."""
-    until = time.monotonic() + _SWEEP
+    until = clock.now() + _SWEEP
     asked: set[int] = set()
     while left := [pid for pid in children() if pid not in others]:
-        late = time.monotonic() > until
+        late = clock.now() > until
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 if late:

@@ -26,6 +26,7 @@ from ..errors import AddressError, PeerLostError, RendezvousError, TelegradError
 from ..events import Event
 from ..messages import MIN_OBSERVER_ID, PROBE_ID, Member
 from ..options import Options
+from ..primitives import clock
 from ..primitives.current import current_worker
 from ..rendezvous.group import Group, connect_store
 from ..worker import Statistics, Worker
@@ -105,7 +106,7 @@ class Observer:
         newest = {member.name: member for member in members}  # of each name: ids only grow
         with ThreadPoolExecutor(min(len(newest), _MOST_AT_ONCE) or 1) as threads:
             seen = threads.map(lambda member: self._ask(member, sample), newest.values())
-            return Look(time.monotonic(), self._group.world_size, tuple(seen))
+            return Look(clock.now(), self._group.world_size, tuple(seen))
 
     def _ask(self, member: Member, sample: float) -> Seen:
         began = time.perf_counter()
@@ -249,7 +250,7 @@ class Sampler:
             now = worker.statistics()
             served, serving = now.calls_served - self._reports, now.calls_being_served - 1
             without = replace(now, calls_served=served, calls_being_served=serving)
-            return Report(without, time.monotonic(), os.getpid(), self._last)
+            return Report(without, clock.now(), os.getpid(), self._last)
 
     def _finish_locked(self) -> None:
         if self._end is not None:

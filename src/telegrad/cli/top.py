@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.live import Live
 
 from ..errors import AddressError, RendezvousError, TelegradError
+from ..primitives import clock
 from ..primitives.text import clean
 from .observer import Look, Observer
 from .output import Code, Stopped, console, show
@@ -121,8 +122,8 @@ def _note(interval: float) -> str:
 
 def _wait(live: Live, pressed: Callable[[float], bytes], seconds: float) -> bool:
     """Waits; True if the user wants to quit."""
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
+    until = clock.now() + seconds
+    while (left := until - clock.now()) > 0:
         live.refresh()
         if pressed(min(left, _TICK)) in (b"q", b"Q", b"\x1b"):
             return True

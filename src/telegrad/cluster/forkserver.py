@@ -21,13 +21,13 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from ..errors import ClusterError
+from ..primitives import clock
 from ..primitives.interrupts import critical, install, run_all, uninstall
 from ..rendezvous.group import poll_until
 
@@ -239,7 +239,7 @@ def serve(fd: int, owner: int) -> None:
         poll.register(watched, select.POLLIN)
     while True:
         soonest = min(children.values(), default=float("inf"))
-        wait = None if soonest == float("inf") else max(0.0, soonest - time.monotonic()) * 1000
+        wait = None if soonest == float("inf") else max(0.0, soonest - clock.now()) * 1000
         ready = {number for number, _ in poll.poll(wait)}
         if owner_fd in ready:
             break
@@ -258,7 +258,7 @@ def serve(fd: int, owner: int) -> None:
             else:
                 for pid in set(request.pids) & set(children):
                     os.kill(pid, signal.SIGTERM)
-                    children[pid] = time.monotonic() + request.grace
+                    children[pid] = clock.now() + request.grace
         _kill_overdue(children)
         _report_ended(sock, children)
     for pid in children:
@@ -270,7 +270,7 @@ def serve(fd: int, owner: int) -> None:
 
 
 def _kill_overdue(children: dict[int, float]) -> None:
-    now = time.monotonic()
+    now = clock.now()
     for pid, deadline in children.items():
         if deadline <= now:
             children[pid] = now + 5

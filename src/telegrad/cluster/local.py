@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -27,7 +26,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from ..errors import ClusterError, PeerLostError, TelegradError
 from ..options import Options
-from ..primitives import current
+from ..primitives import clock, current
 from ..primitives.futures import Future
 from ..primitives.interrupts import critical, install, run_all, uninstall
 from ..primitives.text import check_name
@@ -179,7 +178,7 @@ class LocalCluster:
         self._worker = self._in_process[0]
 
     def _start_processes(self) -> None:
-        deadline = time.monotonic() + self._start_timeout
+        deadline = clock.now() + self._start_timeout
         self._server = server = self._given_server or ForkServer()
         if server is not self._given_server:
             self._at_end(server.close)
@@ -194,7 +193,7 @@ class LocalCluster:
         for name in self.names:
             seat = _Seat(name, store.port, options, path, os.getcwd())
             jobs.append(Job(name, "telegrad.cluster.local:run_child", msgspec.msgpack.encode(seat)))
-        pids = server.spawn(jobs, max(0.0, deadline - time.monotonic()))
+        pids = server.spawn(jobs, max(0.0, deadline - clock.now()))
         self._pids = dict(zip(self.names, pids, strict=True))
         self._at_end(server.stop, pids, 2.0)
         self._wait_for_children(server, group, deadline)
@@ -212,7 +211,7 @@ class LocalCluster:
                     )
             return not missing
 
-        if not poll_until(all_here, max(0.0, deadline - time.monotonic())):
+        if not poll_until(all_here, max(0.0, deadline - clock.now())):
             raise ClusterError(
                 f"workers {sorted(missing)} did not join within {self._start_timeout:.0f} s; their output may say "
                 "why, or raise start_timeout"

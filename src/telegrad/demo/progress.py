@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable
 from types import TracebackType
@@ -15,6 +14,7 @@ from rich.text import Text
 
 from ..cluster.local import LocalCluster
 from ..errors import TelegradError
+from ..primitives import clock
 from .accounts import accounts
 
 LOOK_EVERY = 0.02  # seconds; at the driver's own worker, which costs no call
@@ -43,15 +43,15 @@ class Meter:
     def _watch(self) -> None:
         worker = self._cluster.worker
         with contextlib.suppress(TelegradError):  # a worker that is lost: the training says so
-            began, before, most = time.monotonic(), self._sent(), 0
+            began, before, most = clock.now(), self._sent(), 0
             while not self._end.wait(LOOK_EVERY):
                 most = max(most, worker.statistics().calls_pending)
-                elapsed = time.monotonic() - began
+                elapsed = clock.now() - began
                 if elapsed >= ASK_EVERY:
                     sent = self._sent()
                     self.bytes_per_second = (sent - before) / elapsed
                     self.calls_in_flight = most
-                    began, before, most = time.monotonic(), sent, 0
+                    began, before, most = clock.now(), sent, 0
 
     def _sent(self) -> int:
         return sum(sum(account.bytes_to.values()) for account in accounts(self._cluster))
@@ -68,12 +68,12 @@ class Gauge:
         self._recent: deque[float] = deque(maxlen=50)  # when the last steps ended
         self._loss = 0.0
         self._count = 0
-        self._said = time.monotonic()
+        self._said = clock.now()
         self._said_of = 0  # steps
         self._bar = _Bar(console, self) if console.is_terminal else None
 
     def __enter__(self) -> Gauge:
-        self._began = time.monotonic()
+        self._began = clock.now()
         if self._bar is not None:
             self._bar.start()
         return self
@@ -89,7 +89,7 @@ class Gauge:
     @property
     def elapsed(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self._began
+        return clock.now() - self._began
 
     @property
     def is_over(self) -> bool:
@@ -105,10 +105,10 @@ class Gauge:
         """Called after each step."""
         self._count += 1
         self._loss = loss if self._count == 1 else 0.95 * self._loss + 0.05 * loss
-        self._recent.append(time.monotonic())
+        self._recent.append(clock.now())
         if self._bar is not None:
             self._bar.show(self.part_done)
-        elif time.monotonic() - self._said >= LINE_EVERY:
+        elif clock.now() - self._said >= LINE_EVERY:
             self._say()
 
     def figures(self) -> str:
@@ -121,7 +121,7 @@ class Gauge:
         )
 
     def _say(self) -> None:
-        self._said, self._said_of = time.monotonic(), self._count
+        self._said, self._said_of = clock.now(), self._count
         self._console.print(f"{self.elapsed:5.0f} s  {self.figures()}", soft_wrap=True)
 
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import textwrap
-import time
 import webbrowser
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rich.console import Console
 
 from ..cluster.forkserver import ForkServer
 from ..cluster.local import LocalCluster
+from ..primitives import clock
 from . import interrupts, pictures, sights
 from .accounts import Account, accounts
 from .check import LIMIT, Difference, differences, in_words
@@ -76,7 +76,7 @@ def _train_and_look(
     server: ForkServer, console: Console, folder: Path, *, steps: int | None, seconds: float, seed: int
 ) -> Results:
     torch.set_num_threads(1)  # as the workers do: they share the cores
-    began = time.monotonic()
+    began = clock.now()
     console.print(
         "A transformer learns to write Python, on four workers: this process and three more.", soft_wrap=True
     )
@@ -85,7 +85,7 @@ def _train_and_look(
             text = encode(standard_library())
             cluster = running.enter_context(LocalCluster(WORKERS, server=server))
         processes = ", ".join(f"{name} {pid}" for name, pid in cluster.pids.items())
-        console.print(f"started    {processes} in {time.monotonic() - began:.1f} s", soft_wrap=True)
+        console.print(f"started    {processes} in {clock.now() - began:.1f} s", soft_wrap=True)
         with console.status("placing the model"):
             torch.manual_seed(seed)
             model = Transformer()

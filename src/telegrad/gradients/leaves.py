@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._torch import WeakTensorRef
 from ..errors import GradientError
 
 Leaf = torch.Tensor
@@ -245,7 +246,7 @@ class Capture:
 
     def _note_shared(self, gradient: torch.Tensor) -> None:
         if gradient.layout is torch.strided:
-            self._shared[gradient.data_ptr()] = torch._C._WeakTensorRef(gradient)  # type: ignore[attr-defined]
+            self._shared[gradient.data_ptr()] = WeakTensorRef(gradient)
 
     def _was_shared(self, gradient: torch.Tensor) -> bool:
         if gradient.layout is not torch.strided:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,9 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
+from .._torch import run_backward
 from ..errors import GradientError
 from ..messages import Begin, Envelope, sender_of
-from ..primitives import current
+from ..primitives import clock, current
 from ..primitives.interrupts import interruptible
 from ..primitives.waiter import Waiter
 from . import nodes
@@ -32,7 +32,7 @@ from .diagnosis import MOST_DUE, Awaited, PartState
 from .leaves import Capture, GradientTable
 from .local_graph import NOTHING, Graph, Node, Reach
 
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
+_run_backward = run_backward
 _INTO_LEAVES, _FOR_INPUTS = (True, True), (True, False)  # allow_unreachable, accumulate_grad
 _DEVICE_POLL = 1e-3  # seconds
 _ONE = torch.ones(())  # the gradient of tokens
@@ -87,7 +87,7 @@ class LocalPass:
     def __init__(self, pass_id: int, around: Surroundings, part: Part) -> None:
         self.pass_id = pass_id
         self.around = around
-        self.since = time.monotonic()
+        self.since = clock.now()
         # Guards the five below, and what `post` collects. Threads that read take it: held for a moment only.
         self.lock = threading.RLock()
         self.part = part
@@ -208,7 +208,7 @@ class LocalPass:
         """CPU nodes that become ready from a device's work would stand behind this Wait: the engine's CPU thread
         works them off while an engine call of ours is under way inside it."""
         while not waiter.done:
-            now = time.monotonic()
+            now = clock.now()
             if self.deadline is not None and now >= self.deadline:
                 return
             self.around.wait(waiter, peer, now + _DEVICE_POLL, self.watch)

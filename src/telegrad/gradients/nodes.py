@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from .._torch import DisableTorchFunctionSubclass, bind_apply, current_graph_task_id
 from ..errors import GradientError
 from ..primitives import current
 from ..primitives.current import Serving
@@ -65,7 +66,7 @@ _thread = _Thread()
 
 def running() -> Running | None:
     """The pass that this code runs in, as part of torch's engine call for it; None elsewhere."""
-    task = torch._C._current_graph_task_id()
+    task = current_graph_task_id()
     if task < 0:
         return None
     pass_ = _running.get(task)
@@ -124,7 +125,7 @@ class Beacon(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         pass_, _thread.starting = _thread.starting, None
         if pass_ is not None:
-            _running[torch._C._current_graph_task_id()] = pass_
+            _running[current_graph_task_id()] = pass_
             _has_started()
         return None
 
@@ -212,7 +213,7 @@ _recv_node.__eq__ = _is_of_same_message
 _recv_node.__hash__ = object.__hash__
 
 # torch's Function.apply, without what it does for transforms (vmap and the like) that none of these nodes meets.
-_apply = torch._C._FunctionBase.__dict__["apply"].__get__
+_apply = bind_apply
 _apply_beacon, _apply_send = _apply(None, Beacon), _apply(None, Send)
 _apply_recv, _apply_wait = _apply(None, Recv), _apply(None, Wait)
 
@@ -230,7 +231,7 @@ def make_send(id: int, tensor: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled() and type(tensor) is torch.Tensor:
         token: torch.Tensor = _apply_send(id, tensor)
     else:
-        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.enable_grad(), DisableTorchFunctionSubclass():
             token = _apply_send(id, tensor)
     node: Any = token.grad_fn
     if node._sequence_nr() == 0:
@@ -249,7 +250,7 @@ def alias_of(leaf: torch.Tensor) -> torch.Tensor | None:
         return None
     if torch.is_grad_enabled() and type(leaf) is torch.Tensor and not torch.is_inference_mode_enabled():
         return leaf.view_as(leaf)
-    with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.inference_mode(False), torch.enable_grad(), DisableTorchFunctionSubclass():
         return leaf.view_as(leaf)
 
 
@@ -270,7 +271,7 @@ def make_recvs(
 
 def make_wait(message: int, leaves: tuple[int, ...], inputs: list[torch.Tensor]) -> torch.Tensor:
     """A Wait; its token. The engine comes to it when there is nothing else to do."""
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+    with torch.enable_grad(), DisableTorchFunctionSubclass():
         token: torch.Tensor = _apply_wait(message, leaves, *inputs)
     token.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
     return token

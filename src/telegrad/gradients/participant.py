@@ -8,7 +8,6 @@ carry_out                        starts the engine call, reports to the root, ad
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +26,7 @@ from ..errors import (
 from ..events import logger
 from ..messages import Autograd, Begin, Done, Envelope, Gradients, Kind, Member, sender_of, shortened
 from ..options import SHARED_MEMORY_FROM
-from ..primitives import current
+from ..primitives import clock, current
 from ..primitives.waiter import Waiter
 from .backward_pass import Commit, Discard, Interrupt, Late, Part, PartInstruction, Report, Start, State, Wake
 from .contexts import Context, Contexts
@@ -131,7 +130,7 @@ class Parts:
         local.context, local.begin, local.depth = context, begin, depth
         local.root_name = self.host.name_of(root_id)
         if begin.timeout is not None:
-            local.deadline = time.monotonic() + begin.timeout + _GRACE
+            local.deadline = clock.now() + begin.timeout + _GRACE
         try:
             messages = self.messages_of(local)
         except GradientError as error:
@@ -353,7 +352,7 @@ class Parts:
         autograd = Autograd(context.id, during=local.pass_id, done=done)
         envelope = Envelope(Kind.GRADIENTS, self.host.new_message_id(), message, autograd=autograd)
         tracked = context if begin.create_graph else None
-        left = None if local.deadline is None else max(0.0, local.deadline - time.monotonic())
+        left = None if local.deadline is None else max(0.0, local.deadline - clock.now())
         post = partial(self.host.post, sender_of(message), envelope, Gradients(gradients), left, tracked)
         if done or sum(map(_size_of, gradients)) < SHARED_MEMORY_FROM:
             post()
@@ -419,7 +418,7 @@ class Parts:
 
     def end_early_ones(self) -> None:
         """Forgets gradients whose pass never began."""
-        before = time.monotonic() - _EARLY
+        before = clock.now() - _EARLY
         for local in self.all():
             if local.part.state is State.EARLY and local.since < before:
                 logger.warning("pass %d never began here; gradients for it are dropped", local.pass_id)

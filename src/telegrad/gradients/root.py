@@ -9,18 +9,16 @@ The engine call of a pass runs on the thread that has called backward(); never i
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-
+from .._torch import current_graph_task_id
 from ..errors import BackwardError, CallTimeoutError, PeerLostError, text_of
 from ..events import logger
 from ..messages import Begin, End, Envelope, Failure, Kind, Member
-from ..primitives import current
+from ..primitives import clock, current
 from ..primitives.waiter import Waiter
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, RootInstruction
 from .contexts import Context, Contexts
@@ -108,7 +106,7 @@ class RootedPasses:
         local = self._parts.new_of_root(root.id)
         serving = current.current_serving()
         local.context, local.begin, local.roots = context, _begin(root, context, plan, how, self._id), roots
-        local.deadline = None if how.timeout is None else time.monotonic() + how.timeout
+        local.deadline = None if how.timeout is None else clock.now() + how.timeout
         local.depth = serving.depth + 1 if serving else 1
         self._parts.add(local)
         if root.state.is_over:  # it failed before its part was there to be ended
@@ -119,7 +117,7 @@ class RootedPasses:
         context = local.context
         assert context is not None
         others = [worker for worker in plan.sends if worker != self._id]
-        inside = torch._C._current_graph_task_id() >= 0
+        inside = current_graph_task_id() >= 0
         watch = local.watch = self.host.watch(others[0]) if others and not inside else None
         try:
             for worker in others:

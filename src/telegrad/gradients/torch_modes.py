@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from .._torch import is_any_autocast_enabled
 from ..messages import Modes
 
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu")
@@ -16,7 +17,7 @@ def current_modes() -> Modes | None:
     """The modes of this thread; None if they are torch's defaults."""
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
-    if grad and not inference and not torch._C._is_any_autocast_enabled():
+    if grad and not inference and not is_any_autocast_enabled():
         return None
     autocast = tuple(
         (device, True, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
@@ -30,7 +31,7 @@ def restore_defaults() -> None:
     """Undoes what a function left behind on its thread, which must not meet the next one."""
     if not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
-    if torch._C._is_any_autocast_enabled():
+    if is_any_autocast_enabled():
         for device in _DEVICE_TYPES:
             torch.set_autocast_enabled(device, False)
         torch.clear_autocast_cache()

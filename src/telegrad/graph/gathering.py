@@ -8,7 +8,6 @@ its peers know of it is there.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from ..errors import CallTimeoutError, PeerLostError, UnknownWorkerError, text_of
 from ..gradients.diagnosis import holding_up
 from ..gradients.snapshot import Edge, Node, Part, Recv, Root, Send, take
+from ..primitives import clock
 from ..primitives.current import current_worker
 from ..runtime.broadcast import ask
 from ..worker import Worker
@@ -59,7 +59,7 @@ class _Gathering:
         self._worker = worker
         self._context_id = context_id
         self._roots = roots
-        self._deadline = time.monotonic() + seconds
+        self._deadline = clock.now() + seconds
         self.order: dict[int, None] = {worker.id: None}  # who was asked, the nearest first
         self.parts: dict[int, Part] = {}
         self.silent: dict[int, WorkerPart] = {}  # those that gave no part
@@ -92,7 +92,7 @@ class _Gathering:
         }
 
     def _ask(self, workers: Iterable[int], also: Sequence[int] = ()) -> None:
-        left = self._deadline - time.monotonic()
+        left = self._deadline - clock.now()
         others = sorted(workers, key=self._worker.name_of)
         self.order.update(dict.fromkeys(others))
         if left <= 0:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from .._torch import tree_leaves, tree_map
 from ..rref import RRef, value_here
 
 Hook = Callable[..., Any]

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import rpc
+from .._torch import parse_to
 from ..primitives import current
 from ..primitives.current import current_worker
 from ..rref import RRef
@@ -212,7 +213,7 @@ class RemoteModule(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> RemoteModule:
         """As of any module. A device is one of the worker that has it."""
-        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
         asked = {"device": device, "dtype": dtype, "memory_format": memory_format}
         given = {name: value for name, value in asked.items() if value is not None}
         self._there("to", **given, non_blocking=non_blocking)

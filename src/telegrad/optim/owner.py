@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 
 from .. import autograd
 from ..errors import CallTimeoutError
-from ..primitives import current
+from ..primitives import clock, current
 from ..primitives.current import current_worker
 from ..rref import RRef, value_here
 
@@ -139,9 +138,7 @@ class _Locked:
             serving = current.current_serving()
             deadline = None if serving is None else serving.deadline
             # Who has called does not wait any longer, and takes it that nothing was done.
-            if not self._lock.acquire(
-                timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())
-            ):
+            if not self._lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - clock.now())):
                 raise CallTimeoutError("other optimizers of this worker have stepped all the time")
         try:
             self._begin()

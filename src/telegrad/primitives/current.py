@@ -24,7 +24,7 @@ class Serving:
 
     caller: str
     message_id: int
-    deadline: float | None  # time.monotonic() by which the caller wants its answer
+    deadline: float | None  # clock.now() by which the caller wants its answer
     depth: int  # 1 for a call made by a program's own code, 2 for one made while serving that, ...
 
 

@@ -38,6 +38,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import FinaliserError
+from . import clock
 from .current import thread
 
 Result = TypeVar("Result")
@@ -175,7 +176,7 @@ def is_interrupt(error: BaseException) -> bool:
 def on_signal(signum: int, frame: Any) -> None:
     """Handles SIGINT."""
     if (thread.critical and not thread.blocking) or _held:
-        now = time.monotonic()
+        now = clock.now()
         if not deferred:
             deferred.append(now)
         if now - deferred[0] < _AGAIN:

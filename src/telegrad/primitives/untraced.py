@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch._C._dynamo import eval_frame
+from .._torch import eval_frame
 
 F = TypeVar("F", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -51,7 +50,7 @@ from ..errors import (
 )
 from ..events import logger
 from ..messages import Drop, Envelope, Hold, Kind, Lent, Return, sender_of
-from ..primitives import current
+from ..primitives import clock, current
 from ..primitives.futures import Future
 from ..primitives.interrupts import finaliser, interruptible, is_interrupt
 from ..primitives.waiter import Waiter
@@ -334,10 +333,10 @@ class References:
     def _sleep(self, entry: Owned, waiter: Waiter, timeout: float | None) -> None:
         if current.thread.relieve is not None:
             current.thread.relieve()
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else clock.now() + timeout
         try:
             while not waiter.done:
-                left = None if deadline is None else deadline - time.monotonic()
+                left = None if deadline is None else deadline - clock.now()
                 if left is not None and left <= 0:
                     raise CallTimeoutError(
                         f"the value {entry.id} of worker {self._name!r} was not created within {timeout} s: RPC "

@@ -29,6 +29,7 @@ from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[a
 from ..errors import NameTakenError, RendezvousError
 from ..events import logger
 from ..messages import MAX_WORKER_ID, Member
+from ..primitives import clock
 from ..primitives.interrupts import interruptible
 from .store import Deadline, StoreClient
 
@@ -136,18 +137,18 @@ def serve_store(host: str, port: int, timeout: float) -> Any:
 def connect_store(host: str, port: int, timeout: float, *, wait: bool = True) -> Any:
     """A client of the store at that address. With `wait`, it may be served only later, but within `timeout` seconds."""
     # TCPStore retries on its own, but gives up silently late and prints; so look first whether there is a listener.
-    deadline = time.monotonic() + timeout
+    deadline = clock.now() + timeout
     while True:
         try:
             interruptible(_knock, host, port, max(0.1, min(timeout, 5.0)))
             break
         except OSError as error:
-            if not wait or time.monotonic() >= deadline:
+            if not wait or clock.now() >= deadline:
                 raise RendezvousError(
                     f"nobody serves a store at {host}:{port} ({error}); start rank 0 first, or check the address"
                 ) from error
             interruptible(time.sleep, 0.02)
-    until = Deadline(max(1.0, deadline - time.monotonic()))
+    until = Deadline(max(1.0, deadline - clock.now()))
     client = StoreClient(None)
     try:
         return client.ask(
@@ -364,10 +365,10 @@ class Group:
 
 def poll_until(condition: Callable[[], bool], timeout: float | None) -> bool:
     """Asks again and again, less and less often; False if the time was over."""
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = None if timeout is None else clock.now() + timeout
     pause = 0.001
     while not condition():
-        if deadline is not None and time.monotonic() > deadline:
+        if deadline is not None and clock.now() > deadline:
             return False
         interruptible(time.sleep, pause)
         pause = min(0.05, pause * 1.5)

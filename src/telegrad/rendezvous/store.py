@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from ..errors import RendezvousError
+from ..primitives import clock
 from ..primitives.interrupts import critical, interruptible
 
 _IDLE = 0.2  # seconds without a request after which the thread ends
@@ -29,10 +29,10 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._at = time.monotonic() + seconds
+        self._at = clock.now() + seconds
 
     def left(self) -> float:
-        return max(0.0, self._at - time.monotonic())
+        return max(0.0, self._at - clock.now())
 
 
 class _Request:

@@ -5,11 +5,10 @@ ask(worker, others, function, args, seconds)  ->  what each of them said, and wh
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from ..primitives import current
+from ..primitives import clock, current
 
 _LEAST = 1e-3  # seconds; a call's time limit of 0 would mean none
 
@@ -34,14 +33,14 @@ def ask(
 
     The calls belong to no context and to no pass, whatever the code around them does.
     """
-    deadline = time.monotonic() + seconds
+    deadline = clock.now() + seconds
     futures: dict[int, Any] = {}
     answers: dict[int, Any] = {}
     errors: dict[int, Exception] = {}
     context_token, pass_token = current.context_id.set(0), current.pass_id.set(0)
     try:
         for other in others:
-            left = max(_LEAST, deadline - time.monotonic())
+            left = max(_LEAST, deadline - clock.now())
             try:
                 futures[other] = worker.call_async(other, function, args, None, left)
             except Exception as error:

@@ -7,7 +7,6 @@ create       nobody waits: the result stays there
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from functools import partial
 from signal import SIGINT
@@ -27,7 +26,7 @@ from ..events import Span, logger
 from ..gradients.torch_modes import current_modes
 from ..messages import Call, Envelope, Kind, WorkerInfo
 from ..options import Options
-from ..primitives import current, interrupts
+from ..primitives import clock, current, interrupts
 from ..primitives.futures import Future
 from ..primitives.interrupts import getsignal, in_finaliser, interruptible, on_signal
 from ..references.table import Entry, Held, References
@@ -248,11 +247,11 @@ class Calls:
         return call
 
     def _reach(self, to: To, timeout: float | None) -> tuple[Peer, Connection]:
-        began = time.monotonic()
+        began = clock.now()
         try:
             return self._peers.reach(to, timeout)
         except (PeerLostError, RendezvousError) as error:
-            if timeout is None or time.monotonic() - began < timeout:
+            if timeout is None or clock.now() - began < timeout:
                 raise
             # Whether it lives is not known: there was no time to find out.
             late = f"RPC ran for more than set timeout ({timeout * 1000:.0f} ms): {error}"

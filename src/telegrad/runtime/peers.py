@@ -16,7 +16,6 @@ refused with the reason, and calls to it fail at once. A worker that is started 
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from ..errors import ConnectError, NoRouteError, PeerLostError, UnknownWorkerErr
 from ..events import logger
 from ..messages import MAX_WORKER_ID, PROBE_ID, WORKER_BITS, Hello, Member, WorkerInfo
 from ..options import Options
+from ..primitives import clock
 from ..primitives.waiter import Waiter
 from ..rendezvous.group import Group
 from ..transport.base import Connection, CrossingError, Listener, Transport
@@ -222,7 +222,7 @@ class Peers:
         peer = self._known.get(to) if isinstance(to, str | int) else None
         if peer is not None and peer.connection is not None:
             return peer, peer.connection
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else clock.now() + timeout
         if peer is None:
             id = to if isinstance(to, str | int) else getattr(to, "id", "")
             if isinstance(id, int) and self.is_lost(id):
@@ -252,14 +252,14 @@ class Peers:
         limit = self._options.connect_timeout
         if timeout is not None:
             limit = max(0.0, min(timeout, limit))
-        deadline, pause, member = time.monotonic() + limit, _FIRST_PAUSE, peer.member
+        deadline, pause, member = clock.now() + limit, _FIRST_PAUSE, peer.member
         try:
             while (connection := self._begin_dial(peer, deadline)) is None:
                 try:
-                    connection = self._dial(member, self._hello, max(0.0, deadline - time.monotonic()))
+                    connection = self._dial(member, self._hello, max(0.0, deadline - clock.now()))
                     self._adopt(connection)
                 except CrossingError:
-                    if time.monotonic() >= deadline:
+                    if clock.now() >= deadline:
                         raise
                     crossing = True
                 else:
@@ -267,7 +267,7 @@ class Peers:
                 finally:
                     self._end_dial(member.id)
                 if crossing:
-                    self._await_other_dial(member.id, min(pause, deadline - time.monotonic()))
+                    self._await_other_dial(member.id, min(pause, deadline - clock.now()))
                     pause = min(2 * pause, _LONGEST_PAUSE)
             return connection
         except ConnectError as error:
@@ -294,7 +294,7 @@ class Peers:
                     return None
                 changed = Waiter()
                 self._waiting.append(changed)
-            left = deadline - time.monotonic()
+            left = deadline - clock.now()
             if left <= 0:
                 raise ConnectError("it did not answer in time")
             changed.sleep(left)
@@ -414,4 +414,4 @@ class Peers:
 
 
 def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+    return None if deadline is None else max(0.0, deadline - clock.now())

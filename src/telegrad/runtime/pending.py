@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from ..errors import CallTimeoutError
 from ..events import logger
 from ..messages import Envelope
 from ..options import SHARED_MEMORY_FROM
+from ..primitives import clock
 from ..primitives.waiter import Waiter
 from ..transport.base import Connection, Frames
 
@@ -39,7 +39,7 @@ class PendingCall(Waiter):
         self.function = function
         self.peer = peer
         self.timeout = timeout
-        self.deadline = None if timeout is None else time.monotonic() + timeout
+        self.deadline = None if timeout is None else clock.now() + timeout
         self.depth = depth
         self.connection: Connection | None = None
         self.context = 0  # of autograd, in which it was sent; 0: none
@@ -55,7 +55,7 @@ class PendingCall(Waiter):
         self.reading = False  # its caller holds the read lease since before it was written
 
     def left(self) -> float | None:
-        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        return None if self.deadline is None else max(0.0, self.deadline - clock.now())
 
     def stop_reading(self) -> None:
         """Releases the read lease, if its caller holds it since before the call was written."""
@@ -152,13 +152,13 @@ class PendingCalls:
         with self._lock:
             if call.deadline < self._next_look:
                 self._next_look = call.deadline
-                self._set_timer(call.deadline - time.monotonic())
+                self._set_timer(call.deadline - clock.now())
 
     def _expire(self) -> None:
         """Completes the calls whose time is over, and sets the timer for the next one."""
         with self._lock:
             self._next_look = float("inf")  # a call that is watched from here on sets the timer itself
-        now = time.monotonic()
+        now = clock.now()
         soonest: PendingCall | None = None
         for call in list(self._calls.values()):
             if call.deadline is None:
@@ -197,13 +197,13 @@ class Window:
         """Counts the bytes in, when there is room (one message always fits); False if the time was over."""
         if self._enter(nbytes, depth):
             return True
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else clock.now() + timeout
         while True:
             waiter = Waiter()
             self._waiting.append(waiter)
             if self._enter(nbytes, depth):  # bytes have left before they could see the waiter
                 return True
-            left = None if deadline is None else deadline - time.monotonic()
+            left = None if deadline is None else deadline - clock.now()
             if left is not None and left <= 0:
                 return False
             waiter.sleep(left)
@@ -237,5 +237,5 @@ def effective_timeout(asked: float | None, default: float, enclosing: float | No
     limit = None if limit == 0 else float(limit)
     if enclosing is None:
         return limit  # type: ignore[no-any-return]
-    left = max(0.0, enclosing - time.monotonic())
+    left = max(0.0, enclosing - clock.now())
     return left if limit is None else min(limit, left)

@@ -27,6 +27,14 @@ import torch
 from torch.autograd import profiler as kineto
 from torch.autograd import profiler_legacy as legacy
 
+from .._torch import (
+    BaseFuture,
+    disable_legacy_profiler,
+    enable_legacy_profiler,
+    find_builtin,
+    profiler_enabled,
+    qualified_name,
+)
 from ..messages import Profiling, Settings
 
 REMOTE = "#remote_op: "  # torch's own mark, between a call's key and an event of the callee
@@ -181,9 +189,9 @@ def newest() -> ProfiledCall | None:
 
 
 def _name_of(function: Any) -> str:
-    name = torch.jit._builtins._find_builtin(function)
+    name = find_builtin(function)
     if name is None and isinstance(function, torch.jit.ScriptFunction):
-        name = torch._jit_internal._qualified_name(function)
+        name = qualified_name(function)
     return name or getattr(function, "__qualname__", None) or repr(function)
 
 
@@ -197,7 +205,7 @@ def span(name: str) -> Any:
 
 def run(settings: Settings, worker_id: int, function: Callable[[], Any]) -> Any:
     """Runs a function under the profiler: its result as Profiled, or the future of that."""
-    if torch._C._autograd._profiler_enabled():
+    if profiler_enabled():
         return function()  # this thread has a profile of its own user
     began = time.perf_counter()
     profile = legacy.profile(
@@ -218,7 +226,7 @@ def run(settings: Settings, worker_id: int, function: Callable[[], Any]) -> Any:
     def profiled(value: Any) -> Profiled:
         return Profiled(value, active.with_calls(own), time.perf_counter() - began)
 
-    if isinstance(result, torch._C.Future):
+    if isinstance(result, BaseFuture):
         # What the function's own calls bring is there when its future is done.
         return result.then(lambda done: profiled(done.value()))
     return profiled(result)
@@ -231,8 +239,8 @@ def value_of(result: Any) -> Any:
 
 # -- torch's profiles --------------------------------------------------------------------------------------
 
-_enable_legacy = torch._C._autograd._enable_profiler_legacy
-_disable_legacy = torch._C._autograd._disable_profiler_legacy
+_enable_legacy = enable_legacy_profiler
+_disable_legacy = disable_legacy_profiler
 _parse_legacy: Callable[[Any], list[Event]] = legacy._parse_legacy_records
 _parse_kineto = kineto.profile._parse_kineto_results
 _export_kineto = kineto.profile.export_chrome_trace

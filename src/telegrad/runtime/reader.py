@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..errors import ConnectionClosedError, TelegradError
 from ..events import logger
 from ..messages import Envelope, Kind
-from ..primitives import current
+from ..primitives import clock, current
 from ..primitives.waiter import Waiter
 from ..serialization.codec import Codec
 from ..transport.base import Connection, Frames
@@ -164,7 +164,7 @@ class Reader:
             frames = frames._replace(keep=self._arrive(envelope, connection.peer.id))
         if envelope.kind == Kind.CALL:
             if envelope.timeout is not None:
-                deadline = time.monotonic() + envelope.timeout
+                deadline = clock.now() + envelope.timeout
         elif envelope.kind in _ANSWERS:
             call = self._pending.claim(envelope.reply_to, connection)
         else:
@@ -207,7 +207,7 @@ class Reader:
         """Waits until the call is done, or for `timeout` seconds. Reads the answer itself if no other thread reads."""
         if current.thread.relieve is not None:
             current.thread.relieve()
-        until = None if timeout is None else time.monotonic() + timeout
+        until = None if timeout is None else clock.now() + timeout
         lease = self._lease
         while not call.done:
             left = call.left()
@@ -215,7 +215,7 @@ class Reader:
                 self._on_expired(call)
                 return
             if until is not None:
-                left = min(until - time.monotonic(), float("inf") if left is None else left)
+                left = min(until - clock.now(), float("inf") if left is None else left)
                 if left <= 0:
                     return
             if call.claimed or not lease.try_take():
@@ -235,7 +235,7 @@ class Reader:
     def _is_given_up(self, call: PendingCall) -> bool:
         """Whether the thread that claimed the answer of a call, whose time is over, has had long enough to hand it
         over. That takes microseconds, unless no thread could be started for it."""
-        return call.future is None and time.monotonic() - (call.deadline or 0.0) > _GRACE
+        return call.future is None and clock.now() - (call.deadline or 0.0) > _GRACE
 
     def wait_until(self, waiter: Waiter, deadline: float | None, turn: Turn | None = None) -> None:
         """Waits until `waiter` is done, or for the deadline. Reads if no other thread does; with a `turn` of this
@@ -276,4 +276,4 @@ class Reader:
 
 
 def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+    return None if deadline is None else max(0.0, deadline - clock.now())

@@ -6,14 +6,12 @@ while a connection is being read.
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
+from .._torch import BaseFuture
 from ..errors import (
     CallTimeoutError,
     DecodeError,
@@ -28,7 +26,7 @@ from ..gradients.attach import Attach, NoHistoryError, refuse
 from ..gradients.contexts import Context
 from ..gradients.torch_modes import applied, restore_defaults
 from ..messages import Call, Envelope, Failure, Kind, Reply, shortened
-from ..primitives import current
+from ..primitives import clock, current
 from ..references.table import References
 from ..serialization.codec import Body, Codec
 from ..transport.base import Connection, Frames
@@ -97,7 +95,7 @@ class Dispatch:
             context_token = current.context_id.set(autograd.context)
             pass_token = current.pass_id.set(autograd.during)
         try:
-            if deadline is not None and time.monotonic() > deadline:
+            if deadline is not None and clock.now() > deadline:
                 raise CallTimeoutError(
                     "RPC ran for more than set timeout: the call waited for a thread until then, and was not run"
                 )
@@ -143,7 +141,7 @@ class Dispatch:
         name = getattr(function, "__qualname__", "")
         if name in self._slow and current.thread.relieve is not None:
             current.thread.relieve()
-        began = time.monotonic()
+        began = clock.now()
         thread = current.thread
         try:
             thread.critical = 0  # users' code: see interrupts.py
@@ -153,15 +151,15 @@ class Dispatch:
                 result = self._run_profiled(envelope, call, name)
         finally:
             thread.critical = 1
-        self._remember(name, time.monotonic() - began)
+        self._remember(name, clock.now() - began)
         if hasattr(function, ASYNC_MARK):
-            if not isinstance(result, torch._C.Future):
+            if not isinstance(result, BaseFuture):
                 raise RuntimeError(
                     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                     f"{name} returned a {type(profiled_calls.value_of(result)).__name__}"
                 )
             return result, True
-        return result, hasattr(function, MAY_WAIT) and isinstance(result, torch._C.Future)
+        return result, hasattr(function, MAY_WAIT) and isinstance(result, BaseFuture)
 
     def _run_profiled(self, envelope: Envelope, call: Call, name: str) -> Any:
         """The function's result, or that and what it cost, where the caller asks for it."""

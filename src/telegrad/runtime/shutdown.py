@@ -10,11 +10,11 @@ second. So when all have, nothing runs.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import RendezvousError
+from ..primitives import clock
 from ..rendezvous.group import Group, poll_until
 from ..rendezvous.store import Deadline
 
@@ -41,10 +41,10 @@ class Retirement:
         Raises:
             RendezvousError: it may not, after `timeout` seconds; says who or what is missing.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else clock.now() + timeout
 
         def left() -> float | None:
-            return None if deadline is None else max(0.0, deadline - time.monotonic())
+            return None if deadline is None else max(0.0, deadline - clock.now())
 
         fixed = self.group.world_size is not None
         if fixed:

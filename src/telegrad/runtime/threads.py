@@ -8,12 +8,11 @@ sleep. The number of threads follows the need; those with nothing to do end afte
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
 from ..events import logger
-from ..primitives import current
+from ..primitives import clock, current
 from ..transport.poller import Poller
 
 Task = Callable[[], None]
@@ -114,7 +113,7 @@ class Threads:
 
     def _wait(self) -> list[Task] | None:
         """The next things to do; None if this thread should end. Counted as idle when called; when it returns, not."""
-        idle_since = time.monotonic()
+        idle_since = clock.now()
         while True:
             found = (
                 None
@@ -129,7 +128,7 @@ class Threads:
                     if not self._idle:
                         self._spawn_locked()
                     return found
-                if time.monotonic() - idle_since < self._idle_timeout:
+                if clock.now() - idle_since < self._idle_timeout:
                     continue  # woken for something that another thread has taken
                 if self._idle > 1 and not self._tasks:
                     self._idle -= 1
@@ -137,7 +136,7 @@ class Threads:
             # The last one stays, and looks after things now and then.
             if self._on_idle is not None:
                 self._on_idle()
-            idle_since = time.monotonic()
+            idle_since = clock.now()
 
     def _take(self) -> list[Task] | None:
         try:
@@ -171,8 +170,8 @@ class Threads:
             self._closed = True
             threads = [t for t in self._threads if t is not threading.current_thread()]
         self._poller.wake()
-        deadline = time.monotonic() + timeout
+        deadline = clock.now() + timeout
         for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - clock.now()))
         self._run_rest()
         return not any(t.is_alive() for t in threads)

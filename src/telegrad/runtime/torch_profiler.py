@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import profiler as kineto
 
+from .._torch import ExperimentalConfig
 from ..messages import Settings
 from .profiled_calls import FOLLOWS_CALLS
 
@@ -124,7 +124,7 @@ def _profile(settings: Settings) -> Any:
         with_stack=settings.stack,
         with_modules=settings.modules,
         use_kineto=True,
-        experimental_config=_ExperimentalConfig(profile_all_threads=True),
+        experimental_config=ExperimentalConfig(profile_all_threads=True),
     )
 
 

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from .._torch import DisableTorchFunctionSubclass
 from ..errors import DecodeError, EncodeError, RemoteError, RemoteTraceback, text_of
 from ..messages import (
     COUNTER_BITS,
@@ -315,7 +316,7 @@ class Codec:
             return pickled, buffers
         head = (_APART, len(buffers))
         tracked, message.tracked = message.tracked, None
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             plain = [torch.Tensor._make_subclass(torch.Tensor, tensor, False) for tensor in tracked]
         apart = self._pickle(plain, message, buffers, on_buffer)
         message.tracked = tracked

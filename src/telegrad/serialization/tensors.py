@@ -20,6 +20,17 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from .._torch import (
+    DisableTorchFunctionSubclass,
+    disabled_torch_dispatch,
+    get_object_state,
+    make_per_channel_quantized,
+    make_per_tensor_quantized,
+    neg_view,
+    set_conj,
+    set_neg,
+    set_object_state,
+)
 from ..errors import EncodeError
 from ..options import SHARED_MEMORY_FROM
 
@@ -48,12 +59,12 @@ def reduce_tensor(tensor: torch.Tensor, keep: list[Any]) -> Any:
     kind = type(tensor)
     if kind is torch.Tensor and not tensor.__dict__:
         return _reduce_plain(tensor, keep)
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         if kind.__reduce_ex__ not in _TORCHS_WAYS or kind.__reduce__ is not torch.Tensor.__reduce__:
             return NotImplemented
         if hasattr(kind, "__tensor_flatten__"):
             return _reduce_flattened(tensor)
-        if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+        if kind.__torch_dispatch__ is not disabled_torch_dispatch:
             return NotImplemented
         plain = torch.Tensor._make_subclass(torch.Tensor, tensor, False)
         return _rebuild_subclass, (kind, plain, tensor.requires_grad, _state(tensor))
@@ -72,9 +83,9 @@ def reduce_tracked(tensor: torch.Tensor, tracked: list[torch.Tensor]) -> Any:
         return _at, (len(tracked) - 1,)
     if isinstance(tensor, UninitializedTensorMixin):
         return NotImplemented  # it has no values yet, and so no gradient
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         has_own_way = kind.__reduce_ex__ not in _TORCHS_WAYS or kind.__reduce__ is not torch.Tensor.__reduce__
-        is_wrapper = kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+        is_wrapper = kind.__torch_dispatch__ is not disabled_torch_dispatch
         if has_own_way or is_wrapper:
             raise EncodeError(
                 f"a {kind.__name__} that requires grad cannot be followed to another worker: its class says itself how "
@@ -120,7 +131,7 @@ def _subclass_at(kind: type[torch.Tensor], place: int, state: Any) -> torch.Tens
 
 def _state(tensor: torch.Tensor) -> Any:
     """The attributes that a tensor was given, in its __dict__ or in slots; None if there are none."""
-    state = torch._utils._get_obj_state(tensor)
+    state = get_object_state(tensor)
     return dict(state) or None if isinstance(state, dict) else state
 
 
@@ -147,7 +158,7 @@ def describe(tensor: torch.Tensor, keep: list[Any]) -> tuple[Any, ...] | None:
         tensor = tensor.conj()
     if tensor.is_neg():
         flags |= _NEG
-        tensor = torch._neg_view(tensor)
+        tensor = neg_view(tensor)
     device = None
     if not tensor.is_cpu:
         if tensor.is_meta:
@@ -207,9 +218,9 @@ def rebuild(
         tensor = tensor.to(device)
     if flags:
         if flags & _NEG:
-            torch._C._set_neg(tensor, True)
+            set_neg(tensor, True)
         if flags & _CONJ:
-            torch._C._set_conj(tensor, True)
+            set_conj(tensor, True)
         if flags & REQUIRES_GRAD and not detached:
             tensor.requires_grad_()
     return tensor
@@ -262,7 +273,7 @@ def _set_state(tensor: torch.Tensor, state: Any) -> None:
     if setter is not None and setter is not torch.Tensor.__setstate__:
         setter(tensor, state)
     else:
-        torch._utils._set_obj_state(tensor, state)
+        set_object_state(tensor, state)
 
 
 def _reduce_sparse(tensor: torch.Tensor) -> Any:
@@ -314,5 +325,5 @@ def _reduce_quantized(tensor: torch.Tensor) -> Any:
 
 def _rebuild_quantized(integers: torch.Tensor, scale: Any, zero_point: Any, axis: int | None = None) -> Any:
     if axis is None:
-        return torch._make_per_tensor_quantized_tensor(integers, scale, zero_point)
-    return torch._make_per_channel_quantized_tensor(integers, scale, zero_point, axis)
+        return make_per_tensor_quantized(integers, scale, zero_point)
+    return make_per_channel_quantized(integers, scale, zero_point, axis)

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from .._torch import OpOverload, OpOverloadPacket, wrap_cpp_module
 from .by_value import MAIN, module_attribute
 
 _SCRIPTED = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch.ScriptMethod)
-_OPERATORS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload)
+_OPERATORS = (OpOverloadPacket, OpOverload)
 _NAMED_BY_TORCH = _SCRIPTED + _OPERATORS
 
 
@@ -25,11 +26,11 @@ def is_named_by_torch(obj: Any) -> bool:
 def reduce_named_by_torch(obj: Any, same_main: bool) -> Any:
     """How pickle should save it."""
     if isinstance(obj, _OPERATORS):
-        packet = obj._overloadpacket if isinstance(obj, torch._ops.OpOverload) else obj
+        packet = obj._overloadpacket if isinstance(obj, OpOverload) else obj
         path = packet._qualified_op_name.split("::")
         return _operator, (*path, obj._overloadname) if obj is not packet else tuple(path)
     if isinstance(obj, torch.ScriptMethod):
-        return getattr, (torch.jit._recursive.wrap_cpp_module(obj.owner), obj.name)
+        return getattr, (wrap_cpp_module(obj.owner), obj.name)
     if isinstance(obj, torch.jit.ScriptFunction):
         # torch's own name for it: "__torch__.package.module.function", with no module for __main__
         *path, name = obj.qualified_name.removeprefix("__torch__.").split(".")

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import socket
 import struct
-import time
 from collections.abc import Callable
 
 import msgspec
 
 from ..errors import ConnectError, ProtocolError, TelegradError, TransportError, VersionError
 from ..messages import WIRE_VERSION, Hello, Refusal
+from ..primitives import clock
 from ..primitives.interrupts import interruptible
 from .base import CrossingError
 
@@ -36,7 +36,7 @@ def greet(sock: socket.socket, hello: Hello, address: str, timeout: float) -> He
         CrossingError: refused, since there is a connection already, or the peer is making one.
         VersionError: the peer speaks another wire version.
     """
-    deadline = time.monotonic() + timeout
+    deadline = clock.now() + timeout
     try:
         _send(sock, msgspec.msgpack.encode(hello), deadline)
         answer = msgspec.msgpack.decode(interruptible(_receive, sock, deadline), type=Hello | Refusal)
@@ -63,7 +63,7 @@ def welcome(sock: socket.socket, answer: Callable[[Hello], Hello], timeout: floa
         TransportError: not a telegrad worker, another wire version, or too slow.
         TelegradError: what `answer` refused it with.
     """
-    deadline = time.monotonic() + timeout
+    deadline = clock.now() + timeout
     try:
         try:
             peer = msgspec.msgpack.decode(_receive(sock, deadline), type=Hello)
@@ -77,7 +77,7 @@ def welcome(sock: socket.socket, answer: Callable[[Hello], Hello], timeout: floa
             _refuse(sock, (str(error), isinstance(error, CrossingError)), deadline)
             raise
         _send(sock, msgspec.msgpack.encode(ours), deadline)
-        _receive(sock, time.monotonic() + timeout)
+        _receive(sock, clock.now() + timeout)
     except TransportError:
         raise
     except (OSError, msgspec.MsgspecError) as error:
@@ -121,7 +121,7 @@ def _receive_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
+    left = deadline - clock.now()
     if left <= 0:
         raise TimeoutError("the handshake took too long")
     return left

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..errors import ConnectError, ConnectionClosedError, TelegradError, TooLargeError
 from ..messages import Hello
 from ..options import SHARED_MEMORY_FROM, Options
+from ..primitives import clock
 from ..primitives.waiter import Waiter
 from .base import (
     FORKED,
@@ -106,7 +106,7 @@ class InprocConnection(Connection):
         self, frames: Frames, nbytes: int, timeout: float | None, before_waiting: Callable[[], None] | None
     ) -> bool:
         """Queues a message at this end; False if there was no room in time."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else clock.now() + timeout
         while True:
             with self._lock:
                 if self._has_room_locked():
@@ -115,7 +115,7 @@ class InprocConnection(Connection):
                 self._writers.append(waiter)
             if before_waiting is not None:
                 before_waiting()
-            left = None if deadline is None else deadline - time.monotonic()
+            left = None if deadline is None else deadline - clock.now()
             if left is not None and left <= 0:
                 return False
             waiter.sleep(left)

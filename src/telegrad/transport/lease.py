@@ -30,7 +30,6 @@ from __future__ import annotations
 import os
 import select
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -38,7 +37,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..events import logger
-from ..primitives import current
+from ..primitives import clock, current
 from ..primitives.interrupts import blocking, finaliser
 from .poller import ARMED, DISARMED, Poller
 
@@ -175,7 +174,7 @@ class ReadLease:
     def linger(self) -> float:
         """How many seconds a thread that has read should wait for the next message before it does something else; 0
         where messages are far apart."""
-        return self.max_spin if self._lively and time.monotonic() >= self._no_spin_until else 0.0
+        return self.max_spin if self._lively and clock.now() >= self._no_spin_until else 0.0
 
     def wait(self, timeout: float | None, waiter: Waiter | None = None) -> list[Connection]:
         """The connections that have something to read. Waits up to `timeout` seconds (0: not at all, None: for ever),
@@ -184,14 +183,14 @@ class ReadLease:
         try:
             events = poll(0, _AT_ONCE)
             if not events:
-                now = time.monotonic()
+                now = clock.now()
                 until = None if timeout is None else now + timeout
                 # Spinning pays where messages follow each other closely, and costs a core elsewhere.
                 spin_until = now + self.linger
                 while not events:
                     if waiter is not None and waiter.done:
                         return _NONE
-                    before, now = now, time.monotonic()
+                    before, now = now, clock.now()
                     if until is not None and now >= until:
                         return _NONE
                     if now < spin_until:
@@ -206,7 +205,7 @@ class ReadLease:
             if not self._closed:
                 raise
             return _NONE
-        now = time.monotonic()
+        now = clock.now()
         self._lively = now - self._last < _LIVELY
         self._last = now
         by_fd = self._by_fd
@@ -252,7 +251,7 @@ class ReadLease:
         turn = self._turn
         if turn is None or not turn.is_away:
             return
-        now = time.monotonic()
+        now = clock.now()
         if now - turn.since >= PATIENCE * 0.9:
             turn.relieve()
         else:
@@ -322,7 +321,7 @@ class Turn:
 
     def leave(self) -> None:
         """Before other work: from here on the thread can be relieved."""
-        self.since = now = time.monotonic()
+        self.since = now = clock.now()
         self._away.append(None)
         self._lease.watch(now)
 

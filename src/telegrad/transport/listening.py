@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import AddressError, ConnectError, TelegradError
 from ..events import logger
 from ..messages import Hello
+from ..primitives import clock
 from ..primitives.interrupts import interruptible
 from .base import Connection, CrossingError, Listener
 from .poller import ARMED, Poller
@@ -157,7 +158,7 @@ def connect_socket(family: int, target: Any, address: str, timeout: float) -> so
     Raises:
         ConnectError: nobody answers there.
     """
-    deadline = time.monotonic() + timeout
+    deadline = clock.now() + timeout
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(0.0, timeout))
@@ -166,7 +167,7 @@ def connect_socket(family: int, target: Any, address: str, timeout: float) -> so
                 interruptible(sock.connect, target)
                 return sock
             except BlockingIOError:  # a unix listener with a long queue; it does not let us wait for our turn
-                if time.monotonic() >= deadline or family != socket.AF_UNIX:
+                if clock.now() >= deadline or family != socket.AF_UNIX:
                     raise
                 interruptible(time.sleep, 1e-3)
     except OSError as error:

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable
 
 from ..errors import ConnectionClosedError, ProtocolError
+from ..primitives import clock
 from ..primitives.interrupts import finaliser
 
 PAGE = mmap.PAGESIZE
@@ -240,12 +241,12 @@ class SegmentPool:
         """
         if capacity < _WORTH_WAITING_FOR:
             return
-        deadline = time.monotonic() + _SHORT_WAIT
+        deadline = clock.now() + _SHORT_WAIT
         while True:
             same = self._segments.get(capacity)
             if not same or any(segment.state == FREE for segment in list(same)):
                 return
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 return
             time.sleep(2e-5)
 
@@ -255,7 +256,7 @@ class SegmentPool:
             segment = same[index]
             if segment.state == FREE:
                 segment.mark(FILLED)
-                segment.used_at = time.monotonic()
+                segment.used_at = clock.now()
                 if index != len(same) - 1:
                     same.append(same.pop(index))  # type: ignore[union-attr]
                 return segment
@@ -265,7 +266,7 @@ class SegmentPool:
         if self._closed:
             raise ConnectionClosedError("the connection was closed")
         segment = Segment(next(self._ids), capacity_for(nbytes), shared=self._shared)
-        segment.used_at = time.monotonic()
+        segment.used_at = clock.now()
         self._segments.setdefault(segment.capacity, []).append(segment)
         self._count += 1
         self._trim_locked(IDLE)
@@ -303,7 +304,7 @@ class SegmentPool:
         every = [s for same in self._segments.values() for s in same]
         unused = sorted((s for s in every if s.state in (FREE, RETIRED)), key=lambda s: s.used_at)
         excess = sum(s.capacity for s in unused) - self._keep_bytes
-        before = time.monotonic() - idle
+        before = clock.now() - idle
         for segment in unused:
             if excess > 0 or segment.used_at <= before or segment.state == RETIRED:
                 excess -= segment.capacity

@@ -9,7 +9,6 @@ import math
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..errors import ConnectionClosedError, HandedOverError, ProtocolError, TooL
 from ..events import logger
 from ..messages import Hello
 from ..options import SHARED_MEMORY_FROM, Options
-from ..primitives import current
+from ..primitives import clock, current
 from ..primitives.interrupts import blocking
 from ..primitives.waiter import Waiter
 from .base import FORKED, Buffer, Connection, ConnectionStatistics, Frames
@@ -95,7 +94,7 @@ class StreamConnection(Connection):
         self._check_size(frames, nbytes)
         if self._closed_because:
             raise ConnectionClosedError(self._closed_because)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else clock.now() + timeout
         lane = self._fill_lane(frames, nbytes, deadline, before_waiting)
         locked = False
         try:
@@ -148,7 +147,7 @@ class StreamConnection(Connection):
         """Takes the lock that somebody else holds; what is left of the time then."""
         if before_waiting is not None:
             before_waiting()
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else clock.now() + timeout
         # The lock is taken without waiting: an interrupt that ends the wait must not find it taken.
         while not self._write_lock.acquire(blocking=False):
             waiter = Waiter()
@@ -200,7 +199,7 @@ class StreamConnection(Connection):
                 except BlockingIOError:
                     if not waited:
                         waited = True
-                        deadline = None if timeout is None else time.monotonic() + timeout
+                        deadline = None if timeout is None else clock.now() + timeout
                     try:
                         self._wait_until_writable(_left(deadline), before_waiting)
                     except ConnectionClosedError:
@@ -410,7 +409,7 @@ def _behind(pieces: list[Buffer], sent: int) -> list[Buffer]:
 
 
 def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else deadline - time.monotonic()
+    return None if deadline is None else deadline - clock.now()
 
 
 def _milliseconds(seconds: float | None) -> int | None:

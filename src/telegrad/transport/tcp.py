@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-import time
 from collections.abc import Callable
 
 from ..errors import AddressError, ConnectError, NoRouteError
 from ..messages import Hello
 from ..options import Options
+from ..primitives import clock
 from .base import Connection, Listener, Transport, ignore
 from .handshake import greet, welcome
 from .lease import ReadLease
@@ -55,7 +55,7 @@ class TcpTransport(Transport):
         return StreamListener(sock, address, self._poller, accept, answer, on_connection, on_failed)
 
     def connect(self, address: str, hello: Hello, timeout: float) -> Connection:
-        deadline = time.monotonic() + timeout
+        deadline = clock.now() + timeout
         host, _, port = split_address(address, "tcp").rpartition(":")
         if not host or not port.isdecimal():
             raise AddressError(f"{address!r} is not of the form tcp://host:port")
@@ -74,7 +74,7 @@ class TcpTransport(Transport):
             )
         sock = connect_socket(family, target, address, timeout)
         try:
-            peer = greet(sock, hello, address, deadline - time.monotonic())
+            peer = greet(sock, hello, address, deadline - clock.now())
             return TcpConnection(sock, peer, self._lease, self._options)
         except BaseException:
             sock.close()

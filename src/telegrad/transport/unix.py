@@ -13,7 +13,6 @@ import os
 import socket
 import struct
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,6 +22,7 @@ from ..errors import AddressError, ConnectError, ConnectionClosedError, Protocol
 from ..events import logger
 from ..messages import Hello
 from ..options import SHARED_MEMORY_FROM, Options
+from ..primitives import clock
 from .base import Buffer, Connection, ConnectionStatistics, Frames, Listener, Transport, ignore
 from .handshake import greet, welcome
 from .lease import ReadLease
@@ -105,7 +105,7 @@ class UnixConnection(StreamConnection):
             before_waiting()
         pause = 1e-4
         while not self._pool.has_room(nbytes, self._unread_limit):
-            left = pause if deadline is None else deadline - time.monotonic()
+            left = pause if deadline is None else deadline - clock.now()
             if left <= 0:
                 raise self._too_slow()
             self._wait_for(0, min(left, pause))
@@ -244,12 +244,12 @@ class UnixTransport(Transport):
         return _UnixListener(path_fd, sock, address, self._poller, accept, answer, on_connection, on_failed)
 
     def connect(self, address: str, hello: Hello, timeout: float) -> Connection:
-        deadline = time.monotonic() + timeout
+        deadline = clock.now() + timeout
         path = split_address(address, "unix")
         sock = connect_socket(socket.AF_UNIX, path, address, timeout)
         try:
             _check_user(sock)
-            peer = greet(sock, hello, address, deadline - time.monotonic())
+            peer = greet(sock, hello, address, deadline - clock.now())
             return UnixConnection(sock, peer, self._lease, self._options)
         except BaseException:
             sock.close()
