@@ -1,0 +1,52 @@
+"""The private names of torch that telegrad stands on, one line for each.
+
+No other file outside of compat/ says `torch._x`. tests/test_torch_facts.py has a test for each line, so that a new
+torch that changes one of them shows there first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch._C._autograd import DeviceType as DeviceType
+from torch._C._dynamo import eval_frame as eval_frame
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+
+_C = cast(Any, torch._C)
+
+# futures
+BaseFuture = torch._C.Future
+
+# the engine and its nodes
+run_backward = cast(Any, torch.autograd.Variable)._execution_engine.run_backward
+current_graph_task_id = _C._current_graph_task_id
+bind_apply = _C._FunctionBase.__dict__["apply"].__get__
+is_any_autocast_enabled = _C._is_any_autocast_enabled
+
+# tensors
+DisableTorchFunctionSubclass = _C.DisableTorchFunctionSubclass
+disabled_torch_dispatch = _C._disabled_torch_dispatch_impl
+WeakTensorRef = _C._WeakTensorRef
+get_object_state = cast(Any, torch)._utils._get_obj_state
+set_object_state = cast(Any, torch)._utils._set_obj_state
+neg_view = torch._neg_view
+set_neg = _C._set_neg
+set_conj = _C._set_conj
+make_per_tensor_quantized = torch._make_per_tensor_quantized_tensor
+make_per_channel_quantized = torch._make_per_channel_quantized_tensor
+
+# modules, operators, TorchScript
+parse_to = _C._nn._parse_to
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+wrap_cpp_module = cast(Any, torch.jit)._recursive.wrap_cpp_module
+find_builtin = cast(Any, torch.jit)._builtins._find_builtin
+qualified_name = cast(Any, torch)._jit_internal._qualified_name
+
+# profilers
+ExperimentalConfig = _C._profiler._ExperimentalConfig
+profiler_enabled = _C._autograd._profiler_enabled
+enable_legacy_profiler = _C._autograd._enable_profiler_legacy
+disable_legacy_profiler = _C._autograd._disable_profiler_legacy
