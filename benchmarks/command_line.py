@@ -46,9 +46,7 @@ def _run(suite: Suite, wanted: Wanted) -> int:
     results = run_suite(suite, wanted.plan)
     machine = Machine.here()
     print_report(suite, results, machine)
-    written = write_report(
-        suite, wanted.plan, results, machine, directory=wanted.directory, partial=wanted.partial
-    )
+    written = write_report(suite, wanted.plan, results, machine, directory=wanted.directory, partial=wanted.partial)
     print("written: " + ", ".join(os.path.relpath(path) for path in written))
     return 1 if results.failures else 0
 
@@ -65,15 +63,11 @@ def _parse(arguments: list[str] | None) -> Wanted:
         help=f"modules of benchmarks/ with a SUITE ({' '.join(SUITES)})",
     )
     parser.add_argument("--rounds", type=int, default=None, metavar="N", help="rounds (3; 1 with --quick)")
-    parser.add_argument(
-        "--only", default="", metavar="NAME[,NAME]", help="only these figures, growths and sections"
-    )
+    parser.add_argument("--only", default="", metavar="NAME[,NAME]", help="only these figures, growths and sections")
     parser.add_argument("--quick", action="store_true", help="few samples: a smoke test")
     parser.add_argument("--backend", choices=BACKENDS, default="both")
     parser.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for one job (300)")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, metavar="DIR", help="where the results file goes"
-    )
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where the results file goes")
     chosen = parser.parse_args(arguments)
     suites = tuple(_suite(name) for name in chosen.suites)
     rounds = chosen.rounds or (1 if chosen.quick else FULL_ROUNDS)
@@ -96,9 +90,7 @@ def _suite(name: str) -> Suite:
     try:
         return import_module(f"benchmarks.{name}").SUITE  # type: ignore[no-any-return]
     except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(
-            f"no suite {name!r}: benchmarks/{name}.py with a SUITE was expected ({error})"
-        ) from error
+        raise ValueError(f"no suite {name!r}: benchmarks/{name}.py with a SUITE was expected ({error})") from error
 
 
 def _stop(signum: int, frame: object) -> None:

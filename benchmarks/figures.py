@@ -24,11 +24,7 @@ class Setting:
     """None for the backend's own choice, "tcp", or "tcp, tensors too" (see Note [torch over TCP])."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.workers} workers, {self.transport or 'default'} transport"
-            if self.workers
-            else "one process"
-        )
+        return f"{self.workers} workers, {self.transport or 'default'} transport" if self.workers else "one process"
 
 
 PAIR = Setting()

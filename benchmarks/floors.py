@@ -28,9 +28,7 @@ Connect = Callable[[], tuple[socket.socket, socket.socket]]
 
 def time_ping_pong(session: Session, *, connect: Connect, nbytes: int, spin: bool) -> list[float]:
     mine, theirs = connect()
-    peer = multiprocessing.get_context("spawn").Process(
-        target=_answer, args=(theirs, nbytes, spin), daemon=True
-    )
+    peer = multiprocessing.get_context("spawn").Process(target=_answer, args=(theirs, nbytes, spin), daemon=True)
     peer.start()
     theirs.close()
     message, reply = bytearray(b"x" * nbytes), bytearray(nbytes)

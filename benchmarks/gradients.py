@@ -142,11 +142,7 @@ FIGURES = (
 
 def one_pass(session: Session) -> dict[str, profiling.Call]:
     """What the section "Where the time goes" profiles."""
-    return {
-        "Context, one call, backward, gradients": _passes(
-            session, partial(chain, length=1), SMALL_BYTES
-        ).whole
-    }
+    return {"Context, one call, backward, gradients": _passes(session, partial(chain, length=1), SMALL_BYTES).whole}
 
 
 SUITE = Suite(

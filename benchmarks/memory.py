@@ -69,14 +69,11 @@ def _fields(path: Path, names: tuple[str, ...]) -> Readings:
 def render_memory(memory: Memory) -> str:
     growth = {what: memory.after[what] - memory.before[what] for what in memory.before}
     rows = [
-        (what, f"{memory.before[what]:.1f}", f"{memory.after[what]:.1f}", f"{growth[what]:+.1f}")
-        for what in growth
+        (what, f"{memory.before[what]:.1f}", f"{memory.after[what]:.1f}", f"{growth[what]:+.1f}") for what in growth
     ]
     header = ("MiB", f"after echo {memory.early}", f"after echo {memory.echoes}", "growth")
     grown = [what for what, mib in growth.items() if mib >= NOISE_MIB]
-    verdict = (
-        f"growth of {', '.join(grown)}: goal missed" if grown else f"none (all below {NOISE_MIB:g} MiB): met"
-    )
+    verdict = f"growth of {', '.join(grown)}: goal missed" if grown else f"none (all below {NOISE_MIB:g} MiB): met"
     return (
         f"{memory.backend}, {memory.echoes} echoes of {NBYTES // MIB} MiB. Growth after echo {memory.early}: "
         f"{verdict}. Shmem is the whole machine's, other programs' included.\n\n{Grid(header, rows).markdown()}"

@@ -84,8 +84,7 @@ class RemoteRNN(nn.Module):
         """To all parameters, wherever they are."""
         own = [self._rpc.RRef(parameter) for parameter in self.lstm.parameters()]
         theirs = [
-            self._rpc.rpc_sync(self._peer, parameters_of, args=(part,))
-            for part in (self._embedding, self._decoder)
+            self._rpc.rpc_sync(self._peer, parameters_of, args=(part,)) for part in (self._embedding, self._decoder)
         ]
         return [*own, *theirs[0], *theirs[1]]
 

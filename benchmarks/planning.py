@@ -73,12 +73,8 @@ def measure_planning(session: Session) -> Planning:
     torch.set_num_threads(1)
     sizes = NODES[:2] if session.quick else NODES
     planned = [_measure_graph("one leaf", nodes, 0, session.repeats) for nodes in sizes]
-    planned += [
-        _measure_graph("a leaf for every 4 nodes", nodes, nodes // 4, session.repeats) for nodes in sizes
-    ]
-    return Planning(
-        tuple(planned), _measure_sends(1, session.repeats), _measure_sends(SENDS, session.repeats)
-    )
+    planned += [_measure_graph("a leaf for every 4 nodes", nodes, nodes // 4, session.repeats) for nodes in sizes]
+    return Planning(tuple(planned), _measure_sends(1, session.repeats), _measure_sends(SENDS, session.repeats))
 
 
 def _measure_graph(graph: str, nodes: int, leaves: int, repeats: Repeats) -> Planned:
@@ -113,8 +109,7 @@ def _chains(x: Tensor, leaves: Sequence[Tensor], count: int) -> Tensor:
     """So many chains of `NODES[0]` nodes each, side by side (see Note [depth of a graph])."""
     each = len(leaves) // count
     ends = [
-        _many_leaves(x, leaves[i * each : (i + 1) * each]) if each else many_nodes(x, NODES[0])
-        for i in range(count)
+        _many_leaves(x, leaves[i * each : (i + 1) * each]) if each else many_nodes(x, NODES[0]) for i in range(count)
     ]
     return torch.stack(ends)
 

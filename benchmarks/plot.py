@@ -47,10 +47,7 @@ def draw(suite: Suite, results: Results, title: str, path: Path) -> bool:
 
 def _bars(row: Row, suite: Suite, results: Results) -> list[Bar]:
     sides = [("telegrad", row.telegrad), ("torch", row.torch)]
-    bars = [
-        _bar(one, COLOURS[name], row.figure.unit, _ratio(row) if name == "telegrad" else "")
-        for name, one in sides
-    ]
+    bars = [_bar(one, COLOURS[name], row.figure.unit, _ratio(row) if name == "telegrad" else "") for name, one in sides]
     beside = [floor for floor in suite.floors if floor.name in row.figure.floors]
     bars += [
         _bar(side(results, FLOOR, floor), FLOOR_COLOURS[i % 2], floor.unit, f"  {floor.title}")
@@ -99,6 +96,4 @@ def _dress(axes: Any, groups: list[tuple[str, list[Bar]]], title: str, *, with_f
     axes.set_xlabel("median time, logarithmic: shorter is better")
     axes.set_title(title, loc="left", fontsize=10)
     sides = [*COLOURS.items(), *([("floor", FLOOR_COLOURS[0])] if with_floors else [])]
-    axes.legend(
-        handles=[Patch(color=colour, label=name) for name, colour in sides], loc="upper right", frameon=False
-    )
+    axes.legend(handles=[Patch(color=colour, label=name) for name, colour in sides], loc="upper right", frameon=False)

@@ -84,9 +84,7 @@ def _start(job: Job, report: Connection) -> list[SpawnProcess]:
     return processes
 
 
-def _collect(
-    receive: Connection, processes: list[SpawnProcess], deadline: float
-) -> tuple[list[Outcome], str | None]:
+def _collect(receive: Connection, processes: list[SpawnProcess], deadline: float) -> tuple[list[Outcome], str | None]:
     """The outcomes, and why there are no more of them (None: the driver was done)."""
     outcomes: list[Outcome] = []
     watched = [process.sentinel for process in processes]
@@ -132,9 +130,7 @@ def _work(rank: int, job: Job, port: int, report: Connection | None) -> None:
         import torch
 
         torch.set_num_threads(1)
-        job.backend.join(
-            names[rank], rank=rank, world_size=job.setting.workers, transport=job.setting.transport
-        )
+        job.backend.join(names[rank], rank=rank, world_size=job.setting.workers, transport=job.setting.transport)
     if report is not None:
         for task in job.tasks:
             report.send(_outcome(task, job, tuple(names[1:])))

@@ -109,9 +109,7 @@ def _where(file: str, line: int, function: str) -> str:
     if file == "~":
         return function
     parts = Path(file).parts
-    package = next(
-        (i + 1 for i, part in enumerate(parts) if part in ("site-packages", "src")), len(parts) - 2
-    )
+    package = next((i + 1 for i, part in enumerate(parts) if part in ("site-packages", "src")), len(parts) - 2)
     return f"{'/'.join(parts[max(package, 0) :])}:{line}({function})"
 
 
@@ -127,8 +125,7 @@ def _render(profile: CallProfile) -> str:
     )
     text = [f"{'calls':>7} {'own µs':>8} {'total µs':>9}  function"]
     text += [
-        f"{line.calls:7.2f} {line.own * MICRO:8.2f} {line.total * MICRO:9.2f}  {line.where}"
-        for line in profile.lines
+        f"{line.calls:7.2f} {line.own * MICRO:8.2f} {line.total * MICRO:9.2f}  {line.where}" for line in profile.lines
     ]
     return (
         f"### {profile.title}\n\n{profile.calls} calls; median {profile.plain * MICRO:.1f} µs plain, "

@@ -63,9 +63,7 @@ def write_report(
     return [table, *([bars] if drawn else []), *([curves] if grown else [])]
 
 
-def _document(
-    suite: Suite, plan: Plan, results: Results, machine: Machine, date: str, pictures: Pictures
-) -> str:
+def _document(suite: Suite, plan: Plan, results: Results, machine: Machine, date: str, pictures: Pictures) -> str:
     table = rows(results, suite.figures)
     growth = growth_rows(results, suite.growths)
     quick = " **A quick run, with few samples and few workers: not to be quoted.**" if plan.quick else ""
@@ -147,9 +145,7 @@ def _size_row(row: GrowthRow, size: int) -> tuple[str, ...]:
 
 def floors(results: Results, figures: tuple[Figure, ...]) -> Grid:
     sides = [(figure, side(results, FLOOR, figure)) for figure in figures]
-    cells = [
-        (figure.title, show(one.median, figure.unit), show(one.p99, figure.unit)) for figure, one in sides
-    ]
+    cells = [(figure.title, show(one.median, figure.unit), show(one.p99, figure.unit)) for figure, one in sides]
     return Grid(("floor", "median", "p99"), cells)
 
 
@@ -190,7 +186,5 @@ def section_texts(suite: Suite, results: Results) -> list[tuple[str, str]]:
     """The title and Markdown of each section that was measured."""
     values = {record.task: record.value for record in results.records if record.error is None}
     return [
-        (section.title, section.render(values[section.name]))
-        for section in suite.sections
-        if section.name in values
+        (section.title, section.render(values[section.name])) for section in suite.sections if section.name in values
     ]

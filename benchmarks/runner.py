@@ -60,9 +60,7 @@ def run_suite(suite: Suite, plan: Plan) -> Results:
         loads.append(Load.now())
         records += _round(number, suite, plan)
     for setting, sections in _by_setting(suite.sections):
-        records += _job(
-            plan.rounds, plan.backends[0].name, Job(plan.backends[0], setting, sections, plan.quick), plan
-        )
+        records += _job(plan.rounds, plan.backends[0].name, Job(plan.backends[0], setting, sections, plan.quick), plan)
     return Results(tuple(records), (*loads, Load.now()))
 
 

@@ -39,9 +39,7 @@ class Row:
     def ratios(self) -> dict[int, float]:
         """telegrad's median / torch's, for each round in which both worked."""
         both = sorted(self.telegrad.rounds.keys() & self.torch.rounds.keys())
-        return {
-            number: self.telegrad.rounds[number].median / self.torch.rounds[number].median for number in both
-        }
+        return {number: self.telegrad.rounds[number].median / self.torch.rounds[number].median for number in both}
 
     @property
     def ratio(self) -> float | None:
@@ -58,15 +56,11 @@ class Row:
 
 
 def side(results: Results, name: str, figure: Figure) -> Side:
-    return Side(
-        {record.round: Spread.of(record.value) for record in results.of(name, figure.name) if record.value}
-    )
+    return Side({record.round: Spread.of(record.value) for record in results.of(name, figure.name) if record.value})
 
 
 def rows(results: Results, figures: tuple[Figure, ...]) -> list[Row]:
-    return [
-        Row(figure, side(results, "telegrad", figure), side(results, "torch", figure)) for figure in figures
-    ]
+    return [Row(figure, side(results, "telegrad", figure), side(results, "torch", figure)) for figure in figures]
 
 
 Curve = dict[int, Side]
@@ -115,8 +109,7 @@ def per_one(curve: Curve, size: int) -> float | None:
 def growth_rows(results: Results, growths: tuple[Growth, ...]) -> list[GrowthRow]:
     """Those that were measured, on one side at least."""
     found = [
-        GrowthRow(growth, _curve(results, "telegrad", growth), _curve(results, "torch", growth))
-        for growth in growths
+        GrowthRow(growth, _curve(results, "telegrad", growth), _curve(results, "torch", growth)) for growth in growths
     ]
     return [row for row in found if row.telegrad or row.torch]
 
@@ -124,9 +117,7 @@ def growth_rows(results: Results, growths: tuple[Growth, ...]) -> list[GrowthRow
 def _curve(results: Results, name: str, growth: Growth) -> Curve:
     rounds = {record.round: record.value for record in results.of(name, growth.name) if record.value}
     sizes = sorted({size for samples in rounds.values() for size in samples})
-    return {
-        size: Side({number: Spread.of(samples[size]) for number, samples in rounds.items()}) for size in sizes
-    }
+    return {size: Side({number: Spread.of(samples[size]) for number, samples in rounds.items()}) for size in sizes}
 
 
 def show(seconds: float | None, unit: str) -> str:

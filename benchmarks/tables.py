@@ -35,7 +35,6 @@ class Grid:
 
 def _markdown_row(row: tuple[str, ...], widths: list[int]) -> str:
     cells = (
-        cell.rjust(width) if i else cell.ljust(width)
-        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
     )
     return f"| {' | '.join(cells)} |"

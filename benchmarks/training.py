@@ -33,17 +33,13 @@ def time_optimizer(session: Session) -> list[float]:
     """One sample: a step with gradients that are there already."""
     rpc, autograd = session.backend.rpc, session.backend.autograd
     handles = [
-        handle
-        for peer in session.peers
-        for handle in rpc.remote(peer, make_parameters, args=(TENSORS, SIZE)).to_here()
+        handle for peer in session.peers for handle in rpc.remote(peer, make_parameters, args=(TENSORS, SIZE)).to_here()
     ]
     optimizer = session.backend.optim.DistributedOptimizer(torch.optim.SGD, handles, lr=1e-3)
     by_owner = [handles[n : n + TENSORS] for n in range(0, len(handles), TENSORS)]
 
     with autograd.context() as context_id:
-        futures = [
-            rpc.rpc_async(p, total, args=(own,)) for p, own in zip(session.peers, by_owner, strict=True)
-        ]
+        futures = [rpc.rpc_async(p, total, args=(own,)) for p, own in zip(session.peers, by_owner, strict=True)]
         autograd.backward(context_id, [torch.stack([future.wait() for future in futures]).sum()])
         before = handles[-1].to_here()
         optimizer.step(context_id)

@@ -32,9 +32,7 @@ class Catch:
         self.bat = torch.full((GAMES,), WIDTH // 2)
 
     def view(self) -> Tensor:
-        return torch.cat(
-            [nn.functional.one_hot(column, WIDTH) for column in (self.ball, self.bat)], 1
-        ).float()
+        return torch.cat([nn.functional.one_hot(column, WIDTH) for column in (self.ball, self.bat)], 1).float()
 
     def move(self, action: Tensor) -> None:
         self.bat = (self.bat + MOVES[action]).clamp(0, WIDTH - 1)
@@ -67,9 +65,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="how many rounds of games")
     steps = parser.parse_args().steps
     torch.manual_seed(0)
-    policy = nn.Sequential(
-        nn.Linear(2 * WIDTH, 64), nn.Tanh(), nn.Linear(64, len(MOVES)), nn.LogSoftmax(dim=1)
-    )
+    policy = nn.Sequential(nn.Linear(2 * WIDTH, 64), nn.Tanh(), nn.Linear(64, len(MOVES)), nn.LogSoftmax(dim=1))
     optimizer = torch.optim.Adam(policy.parameters(), lr=0.02)
 
     with telegrad.LocalCluster(OBSERVERS):

@@ -53,9 +53,7 @@ def run_ring(console: Console, ring: list[str]) -> None:
     for _ in range(LAPS - 1):
         token, _ = lap(token)
     each = (time.perf_counter() - began) / (LAPS - 1)
-    console.print(
-        f"other laps  {each * 1e3:.2f} ms each: {len(ring) / each:,.0f} hops per second, out and back"
-    )
+    console.print(f"other laps  {each * 1e3:.2f} ms each: {len(ring) / each:,.0f} hops per second, out and back")
     assert token.tolist() == [LAPS] * len(ring)
     console.print(f"the token   {token.tolist()} after {LAPS} laps", soft_wrap=True)
 
@@ -73,9 +71,7 @@ def main() -> None:
     ring = [f"worker{n}" for n in range(options.workers)]
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores / 2:
-        console.print(
-            f"note        this machine is busy (load {load:.1f}, {cores} cores); it shows in all times"
-        )
+        console.print(f"note        this machine is busy (load {load:.1f}, {cores} cores); it shows in all times")
 
     with contextlib.ExitStack() as running:
         began = time.perf_counter()

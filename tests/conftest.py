@@ -23,9 +23,7 @@ from telegrad.primitives import current, interrupts
 
 TRANSPORTS = ("inproc", "unix", "tcp")
 
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # others run tests at the same time: what they leave behind is not ours
+if "PYTEST_XDIST_WORKER" in os.environ:  # others run tests at the same time: what they leave behind is not ours
     tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")
     os.chmod(tempfile.tempdir, 0o1777)  # as the usual one: some tests become another user
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
@@ -132,9 +130,7 @@ def no_interrupt_is_left() -> Iterator[None]:
     left = (interrupts.deferred[:], interrupts._held, current.thread.critical, current.thread.blocking)
     interrupts.deferred.clear()
     interrupts._held, current.thread.critical, current.thread.blocking = 0, 0, False
-    assert left == ([], 0, 0, False), (
-        "deferred interrupts, endings, critical sections, blocking sections left behind"
-    )
+    assert left == ([], 0, 0, False), "deferred interrupts, endings, critical sections, blocking sections left behind"
     assert current.thread.is_main
 
 

@@ -98,9 +98,7 @@ def test_every_error_is_in_the_drawn_tree() -> None:
     assert errors.__doc__ is not None
     for name, value in vars(errors).items():
         if inspect.isclass(value) and issubclass(value, errors.TelegradError):
-            assert re.search(rf"\b{name}\b", errors.__doc__), (
-                f"{name} is missing in the docstring of errors.py"
-            )
+            assert re.search(rf"\b{name}\b", errors.__doc__), f"{name} is missing in the docstring of errors.py"
 
 
 def test_documents_name_files_that_exist() -> None:

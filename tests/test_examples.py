@@ -84,9 +84,7 @@ def test_ctrl_c_ends_the_ring_and_its_workers() -> None:
 
 
 @pytest.fixture
-def run(
-    server: telegrad.ForkServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Run:
+def run(server: telegrad.ForkServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs an example as `python examples/NAME ARGUMENTS` would; what it printed. It must have learned something."""
 
     def run_as_main(name: str, *arguments: str) -> str:
@@ -128,9 +126,7 @@ def fonts() -> None:
 def test_pipeline(run: Run, tmp_path: Path) -> None:
     picture = tmp_path / "overlap.png"
     out = run("pipeline.py", "--steps", "8", "--out", str(picture))
-    first, last, alone = numbers(
-        rf"loss: {NUMBER} at first, {NUMBER} at last; in one process: {NUMBER}\n", out
-    )
+    first, last, alone = numbers(rf"loss: {NUMBER} at first, {NUMBER} at last; in one process: {NUMBER}\n", out)
     assert last < first
     assert last == pytest.approx(alone, abs=1e-3)
     (busy,) = numbers(rf"with {NUMBER} of 3 stages busy", out)
@@ -161,9 +157,7 @@ def test_split_learning(run: Run) -> None:
     assert before < 60
     assert after >= 90
     kinds = set(re.findall(r"clinic [<>] lab +(\w+)", out))
-    assert kinds <= {"call", "reply", "begin", "gradients", "done", "end", "release"}, (
-        "something else has crossed"
-    )
+    assert kinds <= {"call", "reply", "begin", "gradients", "done", "end", "release"}, "something else has crossed"
     assert "clinic < lab  gradients" in out and "clinic > lab  gradients" not in out
 
 
@@ -175,9 +169,7 @@ def test_reinforce(run: Run) -> None:
 
 def test_maml(run: Run) -> None:
     out = run("maml.py", "--steps", "20")
-    (difference,) = numbers(
-        r"meta-gradients across workers and in one process differ by (\S+) at most\n", out
-    )
+    (difference,) = numbers(r"meta-gradients across workers and in one process differ by (\S+) at most\n", out)
     assert difference < 1e-5
     before, after = numbers(rf"{NUMBER} before meta-training, {NUMBER} after it\n", out)
     assert after < 0.8 * before

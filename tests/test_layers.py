@@ -272,6 +272,4 @@ def test_checker_reports_a_forbidden_import_from_below(tmp_path: Path) -> None:
 
 def test_checker_asks_for_an_unlisted_module(tmp_path: Path) -> None:
     files = {"utils.py": "from telegrad import top\n", "left.py": "from telegrad.utils import f\n"}
-    assert problems_of(tmp_path, files) == [
-        "utils.py is in no layer; add utils to LAYERS in tests/test_layers.py"
-    ]
+    assert problems_of(tmp_path, files) == ["utils.py is in no layer; add utils to LAYERS in tests/test_layers.py"]

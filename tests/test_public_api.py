@@ -139,9 +139,7 @@ def documented() -> list[Any]:
             for attribute, member in vars(value).items() if inspect.isclass(value) else ():
                 is_method = inspect.isfunction(member) or isinstance(member, property | classmethod)
                 if is_method and not attribute.startswith("_") and f"{name}.{attribute}" not in SAYS_IT_ALL:
-                    found.append(
-                        pytest.param(getattr(value, attribute), id=f"{module.__name__}.{name}.{attribute}")
-                    )
+                    found.append(pytest.param(getattr(value, attribute), id=f"{module.__name__}.{name}.{attribute}"))
     return found
 
 

@@ -78,9 +78,7 @@ class Span(NamedTuple):
     peer: str
 
     def end(self, phase: str = "complete") -> None:
-        self.events.emit(
-            Event(self.stage, phase, self.kind, self.message_id, self.peer, 0, "", 0, time.perf_counter())
-        )
+        self.events.emit(Event(self.stage, phase, self.kind, self.message_id, self.peer, 0, "", 0, time.perf_counter()))
 
     def __enter__(self) -> None:
         pass

@@ -155,9 +155,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True):
     retain_graph: bool = False
     create_graph: bool = False
     into_grad: bool = False  # gradients go to `.grad` of their leaves, not to the context
-    wanted: tuple[int, ...] | None = (
-        None  # the received tensors that gradients are wanted of; None: everything
-    )
+    wanted: tuple[int, ...] | None = None  # the received tensors that gradients are wanted of; None: everything
     modes: Modes | None = None  # of the thread that called backward()
 
 

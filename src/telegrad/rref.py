@@ -72,11 +72,7 @@ class RRef(Handle, Generic[T]):
     def __str__(self) -> str:
         made_by, number = self.entry.id >> 48, self.entry.id & ((1 << 48) - 1)
         id = f"GloballyUniqueId(created_on={made_by}, local_id={number})"
-        return (
-            f"OwnerRRef({id})"
-            if self.is_owner()
-            else f"UserRRef(RRefId = {id}, owner = {self.owner_name()!r})"
-        )
+        return f"OwnerRRef({id})" if self.is_owner() else f"UserRRef(RRefId = {id}, owner = {self.owner_name()!r})"
 
     __repr__ = __str__
 
@@ -179,9 +175,7 @@ class RRef(Handle, Generic[T]):
         """Done when the value was created."""
         entry = self.entry
         if isinstance(entry, Owned):
-            raise RuntimeError(
-                "_get_future can only be called on the user side: the owner has the value itself"
-            )
+            raise RuntimeError("_get_future can only be called on the user side: the owner has the value itself")
         if entry.creation is None:
             raise RuntimeError(f"{self} was not made by remote() on this worker")
         return self._worker.creation_of(entry)
@@ -285,9 +279,7 @@ def _fetch(value: RRef[Any] | int) -> Any:
     found = current_worker().references.fetch(value.entry.id if isinstance(value, RRef) else value)
     if isinstance(found, BaseFuture) and not isinstance(found, Future):
         # The value itself, which is not to be waited for.
-        raise EncodeError(
-            "Can not pickle torch.futures.Future: the value of this RRef is one, and stays where it is"
-        )
+        raise EncodeError("Can not pickle torch.futures.Future: the value of this RRef is one, and stays where it is")
     return found
 
 

@@ -127,12 +127,8 @@ class Worker:
             transports.append(UnixTransport(self._poller, self._lease, options))
         if "tcp" in options.transports and hub is None:
             transports.append(TcpTransport(self._poller, self._lease, options))
-        self._peers = Peers(
-            hello, member.host, group, transports, options, lambda connection: connection.open()
-        )
-        self._calls = Calls(
-            self, self._codec, self._peers, self._pending, self._reader, self._dispatch, self._threads
-        )
+        self._peers = Peers(hello, member.host, group, transports, options, lambda connection: connection.open())
+        self._calls = Calls(self, self._codec, self._peers, self._pending, self._reader, self._dispatch, self._threads)
         mail = Mail(self, self._codec, self._peers, self._reader, self._threads)
         self.engine.connect(mail)
         self.references.start(mail)
@@ -195,9 +191,7 @@ class Worker:
     def _tell_failure(self, error: BaseException) -> None:
         """Those who wait for this rank need not wait any longer."""
         with contextlib.suppress(RendezvousError):  # the store may be what failed
-            self.group.fail(
-                self.member.rank, f"worker {self.name!r}: {type(error).__name__}: {text_of(error)}"
-            )
+            self.group.fail(self.member.rank, f"worker {self.name!r}: {type(error).__name__}: {text_of(error)}")
 
     def _listen(self) -> None:
         self._on_call = self._dispatch.on_call

@@ -19,9 +19,7 @@ from telegrad.cli.comparison import FIGURES
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each figure from two calls: what is printed matters here, not what it says."""
-    monkeypatch.setattr(
-        comparison, "FIGURES", tuple(figure._replace(calls=2, warmup=1) for figure in FIGURES)
-    )
+    monkeypatch.setattr(comparison, "FIGURES", tuple(figure._replace(calls=2, warmup=1) for figure in FIGURES))
     monkeypatch.setattr(comparison, "ROUNDS", 1)
 
 

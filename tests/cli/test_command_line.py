@@ -47,9 +47,7 @@ def test_version():
     assert result.output == f"telegrad {version('telegrad')}\n"
 
 
-@pytest.mark.parametrize(
-    "arguments", [["nonsense"], ["top"], ["run", "--nonsense", "x"], ["demo", "--steps", "0"]]
-)
+@pytest.mark.parametrize("arguments", [["nonsense"], ["top"], ["run", "--nonsense", "x"], ["demo", "--steps", "0"]])
 def test_wrong_usage_has_no_traceback(arguments):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
@@ -85,9 +83,7 @@ finally:
 
 @pytest.mark.parametrize("program", [LAZY, HELP])
 def test_imports_are_lazy(program):
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -28,9 +28,7 @@ def test_telegrad_works_here():
     assert result.exit_code == 0, told
     assert told["wrong"] == 0
     texts = {finding["topic"]: finding["text"] for finding in told["findings"]}
-    assert {"system", "packages", "torch", "memfd", "descriptors", "unix sockets", "loopback", "clock"} < set(
-        texts
-    )
+    assert {"system", "packages", "torch", "memfd", "descriptors", "unix sockets", "loopback", "clock"} < set(texts)
     assert torch.__version__ in texts["torch"]
     tests = [finding["text"] for finding in told["findings"] if finding["topic"] == "self-test"]
     assert "over unix and shared memory" in tests[1]
@@ -128,9 +126,7 @@ def test_settings_that_slow_or_stop_it(monkeypatch, name, value, words):
 
 
 def test_a_package_that_is_missing_or_old(monkeypatch):
-    monkeypatch.setattr(
-        checks, "requires", lambda name: ["absent>=1", "msgspec>=99", "pytest; extra == 'dev'"]
-    )
+    monkeypatch.setattr(checks, "requires", lambda name: ["absent>=1", "msgspec>=99", "pytest; extra == 'dev'"])
     texts = [finding.text for finding in checks.versions() if finding.status == WRONG]
     assert texts[0] == "absent is not installed"
     assert texts[1].endswith(" is older than 99")

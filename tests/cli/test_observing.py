@@ -228,9 +228,7 @@ def test_a_group_of_torchruns_last_restart(monkeypatch):
         end_group(workers)
 
 
-@pytest.mark.parametrize(
-    "address", ["", "somewhere", "host:port", "http://127.0.0.1:1", "127.0.0.1:99999", "env://"]
-)
+@pytest.mark.parametrize("address", ["", "somewhere", "host:port", "http://127.0.0.1:1", "127.0.0.1:99999", "env://"])
 def test_addresses_that_make_no_sense(address, monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(errors.AddressError, match="is not an address"):

@@ -56,9 +56,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    launcher = subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    launcher = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with launcher:
         try:
             yield launcher
@@ -246,9 +244,7 @@ def test_signals_end_all_in_order(tmp_path, program, number):
 
 
 def test_asked_twice_it_has_no_patience(tmp_path, program):
-    text = program(
-        "signal.signal(signal.SIGINT, lambda *_: note('asked')); note('deaf')\nwhile True: time.sleep(1)"
-    )
+    text = program("signal.signal(signal.SIGINT, lambda *_: note('asked')); note('deaf')\nwhile True: time.sleep(1)")
     with started("-q", "-n", "1", "--grace", "600", text) as launcher:
         pid = pid_in(tmp_path / "deaf")
         launcher.send_signal(signal.SIGINT)

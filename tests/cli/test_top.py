@@ -69,9 +69,7 @@ def test_there_are_no_rates_after_one_look_and_none_is_negative():
 
 
 def test_a_worker_with_no_answer_has_a_row_without_figures():
-    silent, gone = rows(
-        look(Seen(MEMBER, None, 0.0, "too late"), Seen(MEMBER, None, 0.0, "ended", lost=True)), None
-    )
+    silent, gone = rows(look(Seen(MEMBER, None, 0.0, "too late"), Seen(MEMBER, None, 0.0, "ended", lost=True)), None)
     assert (silent.state, silent.problem, silent.calls_served) == ("no answer", "too late", None)
     assert gone.state == "gone"
 
@@ -207,9 +205,7 @@ def test_live_in_100_columns_until_q(busy):
         assert "…" not in screen
         terminal.press("q")
         assert terminal.end(PATIENCE) == 0
-    assert terminal.raw.count("\x1b[?1049h") == terminal.raw.count("\x1b[?1049l") == 1, (
-        "the screen is given back"
-    )
+    assert terminal.raw.count("\x1b[?1049h") == terminal.raw.count("\x1b[?1049l") == 1, "the screen is given back"
     assert terminal.raw.endswith("\x1b[?1049l")
 
 

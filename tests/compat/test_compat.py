@@ -49,9 +49,7 @@ PROGRAM = """
 
 def run(*command: str | Path, expect: int = 0) -> str:
     """What a process prints."""
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=100, check=False
-    )
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == expect, done.stderr
     return done.stdout if expect == 0 else done.stderr
 

@@ -21,7 +21,5 @@ def no_leaks() -> None:
 @pytest.fixture(scope="module", params=["inproc", "unix", "tcp"])
 def cluster(request: pytest.FixtureRequest, server: telegrad.ForkServer) -> Iterator[telegrad.LocalCluster]:
     options = telegrad.Options(rpc_timeout=60.0)
-    with telegrad.LocalCluster(
-        ["a", "b"], transport=request.param, server=server, options=options
-    ) as cluster:
+    with telegrad.LocalCluster(["a", "b"], transport=request.param, server=server, options=options) as cluster:
         yield cluster

@@ -33,9 +33,7 @@ class Page(HTMLParser):
 
     def loaded_from_elsewhere(self) -> list[str]:
         """Addresses that are neither data nor a place in the page. A link that is followed by a reader is not one."""
-        in_styles = re.findall(r"url\(\s*['\"]?([^'\")]+)", self._style) + re.findall(
-            r"@import[^;]+", self._style
-        )
+        in_styles = re.findall(r"url\(\s*['\"]?([^'\")]+)", self._style) + re.findall(r"@import[^;]+", self._style)
         return [a for a in self._addresses + in_styles if not a.startswith(("data:", "#"))]
 
     def sections_without_content(self) -> list[str]:

@@ -230,9 +230,7 @@ def test_wrong_gradients_fail_and_the_rest_is_written_without_graphviz(start: St
         (("--out", str(ROOT / "README.md")), "the folder for the files cannot be used"),
     ],
 )
-def test_bad_arguments(
-    arguments: tuple[str, str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments(arguments: tuple[str, str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     name, value = arguments[0].removeprefix("--"), arguments[1]
     given = {name: int(value) if name == "steps" else float(value) if name == "seconds" else value}
     assert telegrad.demo.main(**given) == 2

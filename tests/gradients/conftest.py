@@ -24,14 +24,10 @@ gc.freeze()
 
 
 @pytest.fixture(scope="module", params=["inproc", "unix", "tcp"])
-def module_cluster(
-    request: pytest.FixtureRequest, server: telegrad.ForkServer
-) -> Iterator[telegrad.LocalCluster]:
+def module_cluster(request: pytest.FixtureRequest, server: telegrad.ForkServer) -> Iterator[telegrad.LocalCluster]:
     """Workers "a" and "b" and the caller's own "driver", on each transport, for all tests of a module."""
     options = telegrad.Options(rpc_timeout=30.0)
-    with telegrad.LocalCluster(
-        ["a", "b"], transport=request.param, server=server, options=options
-    ) as cluster:
+    with telegrad.LocalCluster(["a", "b"], transport=request.param, server=server, options=options) as cluster:
         yield cluster
 
 

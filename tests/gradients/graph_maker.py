@@ -126,9 +126,7 @@ class Maker:
         passes = self.passes(draft)
         self.bodies[0] = Body(0, tuple(draft.steps), ())
         bodies = tuple(body for body in self.bodies if body is not None)
-        return Program(
-            self.workers, tuple(self.leaves), bodies, passes, anomaly=not self.failing and self.chance(0.03)
-        )
+        return Program(self.workers, tuple(self.leaves), bodies, passes, anomaly=not self.failing and self.chance(0.03))
 
     def passes(self, draft: Draft) -> tuple[Pass, ...]:
         into = "grad" if self.chance(0.1) else "context"
@@ -141,9 +139,7 @@ class Maker:
                 worker = self.rng.choice(elsewhere)
                 there = self.kept_with_grad(draft, worker)
                 roots = self.rng.sample(there, self.rng.randint(1, min(2, len(there))))
-            seeds = tuple(
-                None if v.scalar and self.chance(0.7) else 0.5 + 0.25 * i for i, (_, v) in enumerate(roots)
-            )
+            seeds = tuple(None if v.scalar and self.chance(0.7) else 0.5 + 0.25 * i for i, (_, v) in enumerate(roots))
             context = self.rng.randrange(self.contexts) if worker == 0 else self.contexts - 1
             retain = i + 1 < count or self.chance(0.1)
             made.append(Pass(worker, context, tuple(slot for slot, _ in roots), seeds, retain, into))
@@ -156,11 +152,7 @@ class Maker:
         """A value to start from, kept on worker 0: one that there is, or a sum of many."""
         able = [i for i, v in enumerate(draft.values) if v.grad and not v.leaf]
         if able and not self.failing and self.chance(0.3):
-            chosen = (
-                able[-1 - min(self.rng.randrange(len(able)), 2)]
-                if self.chance(0.5)
-                else self.rng.choice(able)
-            )
+            chosen = able[-1 - min(self.rng.randrange(len(able)), 2)] if self.chance(0.5) else self.rng.choice(able)
         else:
             with_grad = [i for i, v in enumerate(draft.values) if v.grad]
             count = self.rng.randint(1, min(5, len(with_grad)))
@@ -256,9 +248,7 @@ class Maker:
         x, y = self.use(draft, i, j)
         scalar = x.scalar and y.scalar
         grad = x.grad or y.grad
-        draft.add(
-            Op(self.rng.choice(CUSTOM), (i, j), self.number()), Value(grad, scalar), Value(grad, scalar)
-        )
+        draft.add(Op(self.rng.choice(CUSTOM), (i, j), self.number()), Value(grad, scalar), Value(grad, scalar))
 
     def change(self, draft: Draft) -> None:
         able = [i for i, v in enumerate(draft.values) if v.changeable]
@@ -293,9 +283,7 @@ class Maker:
         return len(self.leaves) - 1
 
     def module(self, draft: Draft) -> None:
-        here = [
-            n for n, leaf in enumerate(self.leaves) if leaf.worker == draft.worker and leaf.kind == "module"
-        ]
+        here = [n for n, leaf in enumerate(self.leaves) if leaf.worker == draft.worker and leaf.kind == "module"]
         number = self.rng.choice(here) if here and self.chance(0.5) else self.new_leaf(draft.worker, "module")
         i = self.any(draft, grad=True)
         self.use(draft, i)
@@ -411,9 +399,7 @@ class Maker:
 
     def can_skip(self, draft: Draft, made: Made) -> bool:
         """Whether an argument can be used beside a result."""
-        return any(draft.values[i].grad for i in made.inputs) and any(
-            draft.values[i].grad for i in made.outputs
-        )
+        return any(draft.values[i].grad for i in made.inputs) and any(draft.values[i].grad for i in made.outputs)
 
     def skip(self, draft: Draft) -> None:
         made = self.rng.choice([m for m in draft.calls if self.can_skip(draft, m)])

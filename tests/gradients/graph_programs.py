@@ -244,9 +244,7 @@ class Custom(torch.autograd.Function):
     gradients that are undefined stay so; "!": fails."""
 
     @staticmethod
-    def forward(
-        ctx: Any, place: Place, number: int, style: str, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, place: Place, number: int, style: str, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, y)
         ctx.set_materialize_grads("u" not in style)
         ctx.place, ctx.number, ctx.style = place, number, style
@@ -329,9 +327,7 @@ class Wire(Protocol):
 
     def call(self, caller: int, call: Call, tensors: list[Tensor]) -> Sequence[Tensor]: ...
 
-    def call_async(
-        self, caller: int, call: Call, tensors: list[Tensor]
-    ) -> Callable[[], Sequence[Tensor]]: ...
+    def call_async(self, caller: int, call: Call, tensors: list[Tensor]) -> Callable[[], Sequence[Tensor]]: ...
 
     def nest(self) -> None: ...
 
@@ -349,9 +345,7 @@ class Place:
         self.modules: dict[int, Scaled] = {}
         self.kept: dict[int, Tensor] = {}
         self.retained: dict[int, Tensor] = {}
-        self.seen: dict[
-            str, list[tuple[Tensor | None, ...]]
-        ] = {}  # what hooks and functions saw, by their label
+        self.seen: dict[str, list[tuple[Tensor | None, ...]]] = {}  # what hooks and functions saw, by their label
         for number, leaf in enumerate(program.leaves):
             if leaf.worker == worker:
                 self._make_leaf(number, leaf)
@@ -363,12 +357,8 @@ class Place:
             value = value.view(ROWS, SIZE)
         if leaf.kind == "module":
             self.modules[number] = module = Scaled(value)
-            module.register_full_backward_hook(
-                lambda _, inner, outer: self.note(f"module {number}", *inner, *outer)
-            )
-            module.register_full_backward_pre_hook(
-                lambda _, outer: self.note(f"module {number} before", *outer)
-            )
+            module.register_full_backward_hook(lambda _, inner, outer: self.note(f"module {number}", *inner, *outer))
+            module.register_full_backward_pre_hook(lambda _, outer: self.note(f"module {number} before", *outer))
             tensor: Tensor = module.weight
         elif leaf.kind == "parameter":
             tensor = nn.Parameter(value)
@@ -377,9 +367,7 @@ class Place:
         if leaf.factor is not None:
             tensor.register_hook(self.hook(f"leaf {number}", leaf.factor))
         if leaf.post:
-            tensor.register_post_accumulate_grad_hook(
-                lambda leaf: self.note(f"leaf {number} after", leaf.grad)
-            )
+            tensor.register_post_accumulate_grad_hook(lambda leaf: self.note(f"leaf {number} after", leaf.grad))
         self.leaves[number] = tensor
 
     def note(self, label: str, *tensors: Tensor | None) -> None:

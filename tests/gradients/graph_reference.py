@@ -77,9 +77,7 @@ class LocalWire:
         results = self.call(caller, call, tensors)
         return lambda: results
 
-    def carry(
-        self, call: int, request: bool, sender: int, receiver: int, tensors: list[Tensor]
-    ) -> list[Tensor]:
+    def carry(self, call: int, request: bool, sender: int, receiver: int, tensors: list[Tensor]) -> list[Tensor]:
         apart = {id(t): t for t in tensors}  # a tensor that is sent twice arrives as one
         wanting = [t for t in apart.values() if t.requires_grad and torch.is_grad_enabled()]
         arrived = {key: t.detach().clone() for key, t in apart.items()}

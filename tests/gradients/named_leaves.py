@@ -70,9 +70,7 @@ def _at_owner(name: str, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args) if owner == rpc.get_worker_info().name else there(owner, function, *args)
 
 
-def expected(
-    losses: torch.Tensor | list[torch.Tensor], names: Iterable[str], **options: Any
-) -> dict[str, Any]:
+def expected(losses: torch.Tensor | list[torch.Tensor], names: Iterable[str], **options: Any) -> dict[str, Any]:
     """What local autograd says."""
     names = list(names)
     losses = [losses] if isinstance(losses, torch.Tensor) else losses

@@ -321,9 +321,7 @@ def _compare(
     alike: Callable[[Any, Any], bool] = lambda one, other: same(one, other),
 ) -> None:
     missing, extra = expected.keys() - actual.keys(), actual.keys() - expected.keys()
-    assert not missing and not extra, (
-        f"{what}: {sorted(missing)} are missing, {sorted(extra)} should not be there"
-    )
+    assert not missing and not extra, f"{what}: {sorted(missing)} are missing, {sorted(extra)} should not be there"
     for key, value in expected.items():
         assert alike(value, actual[key]), f"{what} {key}: {actual[key]} instead of {value}"
 
@@ -416,12 +414,8 @@ def run_blocks(blocks: list[range], processes: int) -> Iterator[tuple[Counter[st
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compares random distributed graphs with local autograd.")
     parser.add_argument("count", type=int, nargs="?", default=5_000, help="how many graphs (default: 5,000)")
-    parser.add_argument(
-        "--first", type=int, default=0, metavar="SEED", help="the seed of the first (default: 0)"
-    )
-    parser.add_argument(
-        "--processes", type=int, default=os.cpu_count(), help="at once (default: one per CPU)"
-    )
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the seed of the first (default: 0)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="at once (default: one per CPU)")
     given = parser.parse_args()
     last = given.first + given.count
     blocks = [range(first, min(first + BLOCK, last)) for first in range(given.first, last, BLOCK)]

@@ -113,9 +113,7 @@ def test_two_stages_and_a_skip_connection():
 
 
 def test_a_context_has_an_id_of_its_worker_and_is_current_inside():
-    with pytest.raises(
-        RuntimeError, match="Current thread doesn't have a valid autograd context. Please wrap"
-    ):
+    with pytest.raises(RuntimeError, match="Current thread doesn't have a valid autograd context. Please wrap"):
         autograd._current_context()
     with autograd.context() as context_id:
         assert context_here() == context_id
@@ -402,9 +400,7 @@ def test_update_gradient():
 
 def test_update_gradient_of_a_leaf_that_has_none():
     with autograd.context() as context_id:
-        with pytest.raises(
-            RuntimeError, match="The grad for the variable should exist in dist_autograd context."
-        ):
+        with pytest.raises(RuntimeError, match="The grad for the variable should exist in dist_autograd context."):
             autograd.update_gradient(context_id, leaf("driver.x"), lambda gradient: gradient)
 
 
@@ -439,9 +435,7 @@ def test_grad_of_several_outputs_and_inputs_of_any_kind():
         outputs, inputs = run(there)
         found = autograd.grad(context_id, outputs, inputs, grad_outputs=[given, None])
     outputs, inputs = run(here)
-    for gradient, wanted in zip(
-        found, torch.autograd.grad(outputs, inputs, grad_outputs=[given, None]), strict=True
-    ):
+    for gradient, wanted in zip(found, torch.autograd.grad(outputs, inputs, grad_outputs=[given, None]), strict=True):
         torch.testing.assert_close(gradient, wanted)
 
 

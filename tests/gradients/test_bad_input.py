@@ -324,9 +324,7 @@ def test_a_plain_backward_inside_of_a_hook():
         h.register_hook(lambda gradient: other.backward())
         with pytest.raises(errors.BackwardError, match="received from another worker"):
             autograd.backward(context_id, [h.sum()])
-        assert gradients(context_id, ["driver.x", "driver.y", "a.w"]) == dict.fromkeys(
-            ["driver.x", "driver.y", "a.w"]
-        )
+        assert gradients(context_id, ["driver.x", "driver.y", "a.w"]) == dict.fromkeys(["driver.x", "driver.y", "a.w"])
         assert_works(context_id)
 
 
@@ -357,9 +355,7 @@ def test_grad_of_an_input_that_only_an_unused_message_leads_to():
 
 def test_grad_of_an_input_that_does_not_require_grad():
     with autograd.context() as context_id:
-        with pytest.raises(
-            errors.GradientError, match="One of the differentiated Tensors does not require grad"
-        ):
+        with pytest.raises(errors.GradientError, match="One of the differentiated Tensors does not require grad"):
             autograd.grad(context_id, forward(there), torch.ones(3))
         assert_works(context_id)
 
@@ -417,9 +413,7 @@ def test_an_error_at_the_root():
     with autograd.context() as context_id:
         h = there("a", weighted, leaf("driver.x"))
         node = rpc.get_worker_info().id
-        with pytest.raises(
-            errors.BackwardError, match=f"Error on Node {node}: no gradient.*'driver'"
-        ) as caught:
+        with pytest.raises(errors.BackwardError, match=f"Error on Node {node}: no gradient.*'driver'") as caught:
             autograd.backward(context_id, [Fails.apply(h).sum()])
         assert isinstance(caught.value.__cause__, ValueError)
         assert_works(context_id)

@@ -165,9 +165,7 @@ def test_many_async_calls_that_join():
     names = ["driver.x", "a.w", "b.w"]
     with autograd.context() as context_id:
         x = leaf("driver.x")
-        futures = [
-            rpc.rpc_async(name, weighted, args=(x * n, f"{name}.w")) for n in range(8) for name in ("a", "b")
-        ]
+        futures = [rpc.rpc_async(name, weighted, args=(x * n, f"{name}.w")) for n in range(8) for name in ("a", "b")]
         loss = torch.stack([future.wait() for future in futures]).square().sum()
         autograd.backward(context_id, [loss])
         found = gradients(context_id, names)

@@ -158,9 +158,7 @@ def test_a_worker_that_dies_in_the_forward_pass(trio, place):
             forward(Fault(place, "call", die))
         check_shows_nothing(context_id, "driver", survivor)
         x = torch.ones(3, requires_grad=True)
-        autograd.backward(
-            context_id, [rpc.rpc_sync(survivor, programs.twice, args=(x,)).sum()], timeout=PATIENCE
-        )
+        autograd.backward(context_id, [rpc.rpc_sync(survivor, programs.twice, args=(x,)).sum()], timeout=PATIENCE)
         torch.testing.assert_close(autograd.get_gradients(context_id)[x], torch.full((3,), 2.0))
     check_nothing_is_left("driver", survivor)
 

@@ -64,9 +64,7 @@ def test_a_pass_that_is_stuck_ends_in_time_and_says_who_is_not_done(trio, place)
 def test_a_root_that_waits_for_nothing_but_reports_ends_in_time(workers):
     """The root has nothing to wait for but the reports of others."""
     with autograd.context() as context_id:
-        loss = rpc.rpc_sync(
-            "b", programs.on_c, args=(torch.ones(3), (Fault("last", "leaf hook", wait_at_gate),))
-        )
+        loss = rpc.rpc_sync("b", programs.on_c, args=(torch.ones(3), (Fault("last", "leaf hook", wait_at_gate),)))
         error = backward_error(context_id, loss.sum(), timeout=0.2)
         assert "workers ['b'] are not done" in str(error)
         open_gate("last")
@@ -85,9 +83,7 @@ def test_a_hook_of_the_root_that_waits_for_an_earlier_call():
             assert future.wait(3.0) == "answered"
 
         with soon():
-            autograd.backward(
-                context_id, [Trip.apply(received, wait_for_call, "root").sum()], timeout=PATIENCE
-            )
+            autograd.backward(context_id, [Trip.apply(received, wait_for_call, "root").sum()], timeout=PATIENCE)
 
 
 def answer_after_gate() -> str:
@@ -331,9 +327,7 @@ def test_a_grad_that_cannot_be_added_to(workers, place):
         with soon(), contextlib.suppress(errors.BackwardError):
             autograd.backward(context_id, [loss], timeout=PATIENCE, into="grad")
             assert PLACES[place] != "driver", "an error at the root was lost"
-        wait_until(
-            lambda: not any(w.engine.statistics()["passes"] for w in workers.values()), "the pass's end"
-        )
+        wait_until(lambda: not any(w.engine.statistics()["passes"] for w in workers.values()), "the pass's end")
         leaf.grad = None  # not before: torch crashes if two threads touch it at once
     assert rpc.rpc_sync(PLACES[place], abs, args=(-1,), timeout=3.0) == 1
     check_works()
@@ -388,9 +382,7 @@ def test_a_peer_that_takes_no_message_for_a_while_hurts_nobody_else(workers, mon
     driver = workers["driver"]
     send = driver.send
 
-    def slow(
-        connection: object, envelope: Envelope, body: object, timeout: float | None, *args: object
-    ) -> None:
+    def slow(connection: object, envelope: Envelope, body: object, timeout: float | None, *args: object) -> None:
         if envelope.kind == Kind[kind.upper()] and connection.peer.name == "b" and timeout is not None:
             raise TimeoutError("worker 'b' did not take the message in time")
         send(connection, envelope, body, timeout, *args)
@@ -419,9 +411,7 @@ def test_ctrl_c_while_the_end_of_a_pass_is_told(workers):
         with watching(workers["driver"], press), pytest.raises(KeyboardInterrupt):
             autograd.backward(context_id, [loss], timeout=PATIENCE)
         with soon(3.0):
-            wait_until(
-                lambda: not any(w.engine.statistics()["passes"] for w in workers.values()), "the pass's end"
-            )
+            wait_until(lambda: not any(w.engine.statistics()["passes"] for w in workers.values()), "the pass's end")
     check_works()
     check_nothing_is_left()
 

@@ -255,9 +255,7 @@ BAD_GRADIENTS = {
 }
 
 
-def forge(
-    worker: Worker, to: int, message: int, gradients: tuple[Tensor, ...], pass_id: int | None = None
-) -> None:
+def forge(worker: Worker, to: int, message: int, gradients: tuple[Tensor, ...], pass_id: int | None = None) -> None:
     """Sends gradients that no worker would send, by default in the pass that this code runs in."""
     during = current.pass_id.get() if pass_id is None else pass_id
     autograd_of_message = Autograd(current.context_id.get(), during=during)
@@ -362,9 +360,7 @@ def test_a_late_report_is_dropped_and_logged(workers, held_messages, caplog):
         open_gate("last")
         check_error(running.wait().error, info("b"), "boom at last", BoomError)
         release.set()
-        wait_until(
-            lambda: f"the report of worker {info('c').id} came after" in caplog.text, "a word in the log"
-        )
+        wait_until(lambda: f"the report of worker {info('c').id} came after" in caplog.text, "a word in the log")
         check_shows_nothing(context_id)
     check_works()
     check_nothing_is_left()

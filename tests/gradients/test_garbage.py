@@ -62,9 +62,7 @@ def failing(x: Tensor, to: str = "") -> Tensor:
 
 def warm_up() -> None:
     with autograd.context() as context_id:
-        autograd.backward(
-            context_id, [rpc.rpc_sync("b", scaled, args=(torch.ones(3, requires_grad=True), "c")).sum()]
-        )
+        autograd.backward(context_id, [rpc.rpc_sync("b", scaled, args=(torch.ones(3, requires_grad=True), "c")).sum()])
 
 
 def check_all_is_gone() -> None:

@@ -75,9 +75,7 @@ def check_ends(graph: Graph) -> None:
     recvs = {recv.id: recv for recv in graph.recvs}
     assert len(recvs) == len(graph.recvs) == len(graph.sends)
     crossing = [
-        (graph.nodes[e.tail], graph.nodes[e.head])
-        for e in graph.edges
-        if isinstance(graph.nodes[e.tail], Send)
+        (graph.nodes[e.tail], graph.nodes[e.head]) for e in graph.edges if isinstance(graph.nodes[e.tail], Send)
     ]
     assert len(crossing) == len(graph.sends)
     for send, recv in crossing:
@@ -453,9 +451,7 @@ def test_a_worker_that_died_and_one_that_does_not_answer(server):
 def test_a_context_that_has_ended(workers):
     with autograd.context() as context_id:
         pass
-    with pytest.raises(
-        errors.UnknownContextError, match=rf"autograd context with id: {context_id} \(it has ended\)"
-    ):
+    with pytest.raises(errors.UnknownContextError, match=rf"autograd context with id: {context_id} \(it has ended\)"):
         autograd.graph(context_id)
 
 
@@ -507,9 +503,7 @@ def test_many_at_once_while_calls_and_passes_run(workers):
             while not over.is_set():
                 graph = autograd.graph(context_id)
                 assert len(graph.nodes) == len({id(node) for node in graph.nodes})
-                assert all(
-                    0 <= e.tail < len(graph.nodes) and 0 <= e.head < len(graph.nodes) for e in graph.edges
-                )
+                assert all(0 <= e.tail < len(graph.nodes) and 0 <= e.head < len(graph.nodes) for e in graph.edges)
                 looks += 1
             return looks
 

@@ -53,9 +53,7 @@ def ones() -> Tensor:
 @pytest.mark.parametrize("function", [doubled, nested, rpc.functions.async_execution(later)])
 def test_a_reply_from_where_the_context_has_ended(workers, function):
     with autograd.context() as context_id:
-        with pytest.raises(
-            errors.GradientError, match=f"context {context_id} has 1 tensors that require grad"
-        ):
+        with pytest.raises(errors.GradientError, match=f"context {context_id} has 1 tensors that require grad"):
             rpc.rpc_sync("b", function, args=(ones(),))
         with pytest.raises(errors.GradientError, match="the context has ended on this worker"):
             rpc.rpc_async("b", function, args=(ones(),)).wait(PATIENCE)
@@ -78,9 +76,7 @@ def test_a_reply_that_says_nothing_of_its_tensors(workers, monkeypatch, pack):
         with pytest.raises(errors.GradientError) as caught:
             rpc.rpc_sync("b", doubled if pack(1) == 1 else nested, args=(ones(),))
         assert "the answer of worker 'b' to the call of" in str(caught.value)
-        assert f"in autograd context {context_id} has 1 tensors that require grad and no history" in str(
-            caught.value
-        )
+        assert f"in autograd context {context_id} has 1 tensors that require grad and no history" in str(caught.value)
 
 
 def test_outside_of_any_context_a_tensor_that_requires_grad_is_a_leaf(workers):

@@ -498,9 +498,7 @@ def nested_checkpoints(x: torch.Tensor, reentrant: bool) -> torch.Tensor:
     return checkpoint(nested_blocks, x, reentrant, use_reentrant=reentrant) * leaf("a.w") + x * leaf("a.w")
 
 
-@pytest.mark.filterwarnings(
-    "ignore:None of the inputs have requires_grad=True"
-)  # of the inner one, in forward
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # of the inner one, in forward
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_inside_of_checkpoints(reentrant):
     #      a leaf is used inside of both, between them and outside

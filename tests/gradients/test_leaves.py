@@ -364,9 +364,7 @@ def test_a_hook_that_raises_leaves_grad_as_it_was(kind):
 # -- gradients with a graph of their own -------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Using backward\\(\\) with create_graph=True"
-)  # which would be a cycle in `.grad`
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")  # which would be a cycle in `.grad`
 @pytest.mark.parametrize("hooked", [False, True])
 def test_with_create_graph_gradients_keep_their_history_and_are_added_out_of_place(hooked):
     weight = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
@@ -507,9 +505,7 @@ def test_a_sparse_gradient_with_expanded_parts_is_copied():
 
     def expanded(_):
         with torch.sparse.check_sparse_tensor_invariants(False):
-            return torch.sparse_coo_tensor(
-                torch.ones(1, 1).long().expand(1, 4), torch.ones(1, 2).expand(4, 2), (5, 2)
-            )
+            return torch.sparse_coo_tensor(torch.ones(1, 1).long().expand(1, 4), torch.ones(1, 2).expand(4, 2), (5, 2))
 
     leaf = torch.zeros(5, 2, requires_grad=True)
     table = capture_backward(Gives.apply(leaf, expanded).sum(), [leaf])

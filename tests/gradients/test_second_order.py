@@ -124,8 +124,7 @@ def test_backward_with_create_graph_and_then_backward_of_its_gradients(forward):
     (first,) = torch.autograd.grad(loss, leaf("driver.x"), create_graph=True)
     once, twice = expected(loss, NAMES, retain_graph=True), expected(first.square().sum(), NAMES)
     wanted = {
-        name: None if once[name] is None else once[name] + (0 if twice[name] is None else twice[name])
-        for name in NAMES
+        name: None if once[name] is None else once[name] + (0 if twice[name] is None else twice[name]) for name in NAMES
     }
     assert_same(found, wanted)
 

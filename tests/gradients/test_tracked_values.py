@@ -231,9 +231,7 @@ def test_a_parameter_as_an_argument():
 
 def small_network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(3, 4), nn.Tanh(), nn.ModuleDict({"last": nn.Linear(4, 2)})["last"]
-    ).double()
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.ModuleDict({"last": nn.Linear(4, 2)})["last"]).double()
 
 
 def assert_gradients_of_module(module: nn.Module, found: dict, wanted: tuple) -> None:
@@ -368,9 +366,7 @@ class Owned(torch.Tensor):
 def test_what_cannot_be_tracked_is_an_error_that_says_so():
     odd = torch.ones(3).as_subclass(Owned).requires_grad_()
     with autograd.context() as context_id:
-        with pytest.raises(
-            errors.EncodeError, match="an argument, a list, of the call of .*Owned that requires"
-        ):
+        with pytest.raises(errors.EncodeError, match="an argument, a list, of the call of .*Owned that requires"):
             there("a", identity, [odd])
         # Detached it can be sent, and the context is as usable as before.
         there("a", identity, [odd.detach()])

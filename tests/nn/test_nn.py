@@ -30,9 +30,7 @@ PATIENCE = 10.0
 @pytest.fixture(scope="module", params=["inproc", "unix"])
 def cluster(request: pytest.FixtureRequest, server: telegrad.ForkServer) -> Iterator[telegrad.LocalCluster]:
     options = telegrad.Options(rpc_timeout=PATIENCE)
-    with telegrad.LocalCluster(
-        ["a", "b"], transport=request.param, server=server, options=options
-    ) as cluster:
+    with telegrad.LocalCluster(["a", "b"], transport=request.param, server=server, options=options) as cluster:
         yield cluster
 
 
@@ -75,9 +73,7 @@ class Net(nn.Module):
         self.dropout = nn.Dropout(0.5)
         seeded(self, seed)
 
-    def forward(
-        self, x: torch.Tensor, power: int = 1, *, extra: dict[str, Any] | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, power: int = 1, *, extra: dict[str, Any] | None = None) -> torch.Tensor:
         y = self.norm(self.first(x)) * self.scale**power
         if extra is not None:
             y = y + extra["shift"]
@@ -133,9 +129,7 @@ def test_forward_and_its_gradients():
         mine_here = autograd.get_gradients(context_id)
         assert_equal(mine_here[theirs], mine.grad)
         assert_equal(mine_here[other_shift], shift.grad)
-        for gradient, param in zip(
-            gradients(context_id, there.remote_parameters()), here.parameters(), strict=True
-        ):
+        for gradient, param in zip(gradients(context_id, there.remote_parameters()), here.parameters(), strict=True):
             assert_equal(gradient, param.grad)
 
 
@@ -577,9 +571,7 @@ def test_gradients_through_one_that_was_sent():
 def test_plain_pickle():
     there = RemoteModule("a", Net)
     for save in (pickle.dumps, copy.deepcopy, lambda m: torch.save(m, io.BytesIO())):
-        with pytest.raises(
-            RuntimeError, match="Cannot pickle RemoteModule in python pickler.*when using RPC"
-        ):
+        with pytest.raises(RuntimeError, match="Cannot pickle RemoteModule in python pickler.*when using RPC"):
             save(there)
     other = copy.copy(there.eval())
     assert other.module_rref is there.module_rref
@@ -597,9 +589,7 @@ def test_from_module():
         result = there(theirs).square().sum()
         autograd.backward(context_id, [result])
         assert_equal(autograd.get_gradients(context_id)[theirs], mine.grad)
-        for gradient, param in zip(
-            gradients(context_id, there.remote_parameters()), here.parameters(), strict=True
-        ):
+        for gradient, param in zip(gradients(context_id, there.remote_parameters()), here.parameters(), strict=True):
             assert_equal(gradient, param.grad)
         del result
     with torch.no_grad():

@@ -97,12 +97,8 @@ class There:
     """The same model on two workers."""
 
     def __init__(self, owners: tuple[str, str] = OWNERS) -> None:
-        self.halves = [
-            rpc.remote(owner, make_half, args=(seed,)) for owner, seed in zip(owners, (1, 2), strict=True)
-        ]
-        self.params = [
-            rref for half in self.halves for rref in rpc.rpc_sync(half.owner(), parameters_of, args=(half,))
-        ]
+        self.halves = [rpc.remote(owner, make_half, args=(seed,)) for owner, seed in zip(owners, (1, 2), strict=True)]
+        self.params = [rref for half in self.halves for rref in rpc.rpc_sync(half.owner(), parameters_of, args=(half,))]
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         first, second = self.halves
@@ -192,9 +188,7 @@ def test_groups():
     theirs = DistributedOptimizer(optim.SGD, groups(there.params), lr=0.01)
     assert theirs.defaults == mine.defaults
     for group, its in zip(theirs.param_groups, mine.param_groups, strict=True):
-        assert {k: v for k, v in group.items() if k != "params"} == {
-            k: v for k, v in its.items() if k != "params"
-        }
+        assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in its.items() if k != "params"}
         assert all(isinstance(rref, RRef) for rref in group["params"])
     for n in range(3):
         train_here(here, mine, n)
@@ -686,10 +680,7 @@ def test_several_trainers_for_the_same_parameters():
     there = There()
     before = there.values()
     steps = 10
-    futures = [
-        rpc.rpc_async(to, train_from_there, args=(there.params, there.halves, steps))
-        for to in ("a", "b", "c")
-    ]
+    futures = [rpc.rpc_async(to, train_from_there, args=(there.params, there.halves, steps)) for to in ("a", "b", "c")]
     train_from_there(there.params, there.halves, steps)
     for future in futures:
         future.wait()
@@ -740,9 +731,7 @@ class Meeting(optim.SGD):
 
 def test_owners_step_at_the_same_time():
     there = There()
-    optimizer = DistributedOptimizer(
-        Meeting, there.params, {name: RRef(threading.Event()) for name in OWNERS}
-    )
+    optimizer = DistributedOptimizer(Meeting, there.params, {name: RRef(threading.Event()) for name in OWNERS})
     train_there(there, optimizer, 0)
 
 
@@ -760,9 +749,7 @@ def test_an_error_on_one_owner():
     here, there = Here(), There()
     mine, theirs = optim.SGD(here.params, lr=0.1), DistributedOptimizer(FailingOnB, there.params, lr=0.1)
     before = there.values()
-    with pytest.raises(
-        OptimizerError, match=r"step of FailingOnB failed on 1 of 2 .*'b': ValueError"
-    ) as caught:
+    with pytest.raises(OptimizerError, match=r"step of FailingOnB failed on 1 of 2 .*'b': ValueError") as caught:
         train_there(there, theirs, 0)
     assert "done on: ['a']" in str(caught.value)
     assert caught.value.done == ("a",)
@@ -780,9 +767,7 @@ class FailingToBegin(optim.SGD):
 
 def test_an_error_when_it_is_made():
     there = There()
-    with pytest.raises(
-        OptimizerError, match=r"creating FailingToBegin failed on 2 of 2.*Error creating optim"
-    ):
+    with pytest.raises(OptimizerError, match=r"creating FailingToBegin failed on 2 of 2.*Error creating optim"):
         DistributedOptimizer(FailingToBegin, there.params)
     with pytest.raises(OptimizerError, match="'a': ValueError: Invalid learning rate: -1"):
         DistributedOptimizer(optim.SGD, there.params[:1], lr=-1)

@@ -30,9 +30,7 @@ def test_gradients_are_those_of_plain_autograd(workers, program):
         call = Far()
         autograd.backward(context_id, program(call), timeout=PATIENCE)
         found = {
-            name: g
-            for w in (*NAMES, "driver")
-            for name, g in call(w, programs.gradients_there, context_id).items()
+            name: g for w in (*NAMES, "driver") for name, g in call(w, programs.gradients_there, context_id).items()
         }
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():

@@ -194,9 +194,7 @@ worker = telegrad.Worker.start("b", Group(open_store({address!r}, -1, None, 10)[
 print(worker.id, flush=True)
 os.kill(os.getpid(), 9)
 """
-    dead = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    dead = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE, check=False)
     try:
         assert dead.returncode == -signal.SIGKILL, dead.stderr
         with pytest.raises(errors.PeerLostError, match="worker 'b'"):
@@ -219,13 +217,9 @@ def test_peers_on_one_host_take_the_unix_socket(address):
         c.call("b", abs, (1,))
         used = {n.partition("#")[0]: s.transport for n, s in b.statistics().connections.items()}
         assert used == {"a": "unix", "c": "tcp"}
-        with pytest.raises(
-            errors.PeerLostError, match=r"'c' is on this host and has no unix socket .*set Options"
-        ):
+        with pytest.raises(errors.PeerLostError, match=r"'c' is on this host and has no unix socket .*set Options"):
             a.call("c", abs, (1,))
-        with pytest.raises(
-            errors.PeerLostError, match=r"this worker has TCP only, and worker 'a' .*set Options"
-        ):
+        with pytest.raises(errors.PeerLostError, match=r"this worker has TCP only, and worker 'a' .*set Options"):
             c.call("a", abs, (1,))
     finally:
         for worker in (c, b, a):
@@ -244,9 +238,7 @@ def started(address):
 
 
 def test_init_rpc_twice(started, address):
-    with pytest.raises(
-        errors.AlreadyStartedError, match="already initialized in this process, as worker 'solo'"
-    ):
+    with pytest.raises(errors.AlreadyStartedError, match="already initialized in this process, as worker 'solo'"):
         rpc.init_rpc("other", rank=0, world_size=1, init_method=address)
     assert rpc.rpc_sync("solo", abs, args=(-1,)) == 1
 
@@ -283,9 +275,7 @@ def test_a_port_in_use():
 
 
 def test_a_store_that_nobody_serves(address):
-    with pytest.raises(
-        errors.RendezvousError, match=r"nobody serves a store at 127\.0\.0\.1:\d+.*start rank 0 first"
-    ):
+    with pytest.raises(errors.RendezvousError, match=r"nobody serves a store at 127\.0\.0\.1:\d+.*start rank 0 first"):
         rpc.init_rpc("w", rank=1, world_size=2, init_method=address, options=QUICK)
 
 
@@ -317,9 +307,7 @@ def test_env_without_its_variables(monkeypatch):
 
 
 def test_a_rank_beyond_the_world(address):
-    with pytest.raises(
-        errors.RendezvousError, match="rank 0 is not within world_size 0|rank -1 is not within"
-    ):
+    with pytest.raises(errors.RendezvousError, match="rank 0 is not within world_size 0|rank -1 is not within"):
         rpc.init_rpc("w", world_size=2, init_method=address, options=QUICK)
 
 
@@ -386,9 +374,7 @@ def test_shutdown_does_not_wait_for_one_that_has_left(tmp_path):
 def test_a_group_has_one_size(tmp_path):
     store, *_ = open_store(f"file://{tmp_path}/s", 0, None, 1.0)
     Group(store, 2, 1.0)
-    with pytest.raises(
-        errors.RendezvousError, match="it has 2 workers, and this worker is to join a group of 3"
-    ):
+    with pytest.raises(errors.RendezvousError, match="it has 2 workers, and this worker is to join a group of 3"):
         Group(store, 3, 1.0)
     with pytest.raises(errors.RendezvousError, match="mixes statically and dynamically initialized members"):
         Group(store, None, 1.0)
@@ -449,7 +435,5 @@ def test_a_group_hears_why_a_rank_could_not_join():
     group = Group(store, 2, PATIENCE)
     with pytest.raises(errors.AddressError, match="stands for every address"):
         Worker.start("broken", Group(store, 2, PATIENCE), telegrad.Options(tcp_host="0.0.0.0"), rank=1)
-    with pytest.raises(
-        errors.RendezvousError, match=r"rank 1 could not join .*'broken': AddressError: .*0\.0\.0\.0"
-    ):
+    with pytest.raises(errors.RendezvousError, match=r"rank 1 could not join .*'broken': AddressError: .*0\.0\.0\.0"):
         Worker.start("waits", group, rank=0)

@@ -58,9 +58,7 @@ def test_no_message_goes_back_in_time(seed: int) -> None:
         name: Clock(offset + (chance.uniform(-150e-6, 150e-6) if name != "root" else 0.0), 150e-6)
         for name, offset in offsets.items()
     }
-    assert any(
-        clocks[m.sent.worker].to_root(m.sent.at) > clocks[m.read.worker].to_root(m.read.at) for m in messages
-    )
+    assert any(clocks[m.sent.worker].to_root(m.sent.at) > clocks[m.read.worker].to_root(m.read.at) for m in messages)
     assert settle(clocks, messages, "root") == []
     assert clocks["root"].moved == 0.0
     for message in messages:

@@ -98,9 +98,7 @@ def test_every_kind_of_call(workers: telegrad.LocalCluster, profile: Callable[[]
         rpc.rpc_async("w1", multiply, args=(torch.ones(3),)).wait()
         value = rpc.remote("w1", multiply, args=(torch.ones(3),))
         value.to_here()
-        profiled_calls._thread.active.calls[
-            1
-        ].is_answered.wait()  # the creation's answer comes after the value
+        profiled_calls._thread.active.calls[1].is_answered.wait()  # the creation's answer comes after the value
         assert rpc.rpc_async("w1", relay_async, args=(torch.ones(3),)).wait().tolist() == [2, 2, 2]
     found = set(remote_names(prof))
     assert "rpc_async#multiply(w0 -> w1)#remote_op: aten::mul" in found
@@ -151,9 +149,7 @@ def test_threads_do_not_see_each_others_calls(workers: telegrad.LocalCluster) ->
         assert found[to].count(key + "aten::mul") == 30
 
 
-def test_it_can_be_switched_off_for_a_call(
-    workers: telegrad.LocalCluster, profile: Callable[[], Any]
-) -> None:
+def test_it_can_be_switched_off_for_a_call(workers: telegrad.LocalCluster, profile: Callable[[], Any]) -> None:
     with profile() as prof:
         with profiler.local_only():
             rpc.rpc_sync("w1", multiply, args=(torch.ones(3),))
@@ -209,9 +205,7 @@ def test_a_call_that_a_profiled_worker_makes_by_itself(workers: telegrad.LocalCl
             rpc.rpc_sync("w2", multiply, args=(x,))
         return remote_names(prof)
 
-    assert "rpc_sync#multiply(w1 -> w2)#remote_op: aten::mul" in rpc.rpc_sync(
-        "w1", own_profile, args=(torch.ones(3),)
-    )
+    assert "rpc_sync#multiply(w1 -> w2)#remote_op: aten::mul" in rpc.rpc_sync("w1", own_profile, args=(torch.ones(3),))
 
 
 def test_the_drop_in_leaves_torchs_newer_profiler_alone(

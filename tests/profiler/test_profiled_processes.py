@@ -45,9 +45,7 @@ def step() -> None:
         autograd.backward(context_id, [x.square().sum()])
 
 
-def test_a_step_over_processes(
-    processes: telegrad.LocalCluster, fonts_are_open: None, tmp_path: Path
-) -> None:
+def test_a_step_over_processes(processes: telegrad.LocalCluster, fonts_are_open: None, tmp_path: Path) -> None:
     schedule = profiler.schedule(wait=0, warmup=1, active=2, repeat=1)
     with profiler.profile(schedule=schedule) as prof:
         for _ in range(3):

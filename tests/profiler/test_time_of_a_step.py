@@ -19,9 +19,7 @@ def slice_(pid: int, category: str, name: str, start: float, end: float, message
     }  # fmt: skip
 
 
-def arrow(
-    id: int, name: str, sent: tuple[int, float], read: tuple[int, float], reply_to: int = 0
-) -> list[Any]:
+def arrow(id: int, name: str, sent: tuple[int, float], read: tuple[int, float], reply_to: int = 0) -> list[Any]:
     args = {"bytes": 100, "message": str(id)} | ({"reply_to": str(reply_to)} if reply_to else {})
     both = {"cat": "message", "name": name, "id": id, "args": args}
     return [

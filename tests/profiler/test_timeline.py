@@ -101,9 +101,7 @@ def test_sums_agree_with_the_statistics(workers: telegrad.LocalCluster) -> None:
         messages, size = found.get(start["args"]["from"], (0, 0))
         found[start["args"]["from"]] = messages + 1, size + start["args"]["bytes"]
     assert trace.about["one_ended"] == 0
-    assert found == {
-        name: (after[name][0] - before[name][0], after[name][1] - before[name][1]) for name in after
-    }
+    assert found == {name: (after[name][0] - before[name][0], after[name][1] - before[name][1]) for name in after}
     told = prof.summary().to_dict()["workers"]
     assert {name: (t["messages_out"], t["bytes_out"]) for name, t in told.items()} == found
 

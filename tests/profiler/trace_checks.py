@@ -52,9 +52,7 @@ def slices_by_thread(trace: Trace) -> dict[tuple[int, int], list[dict[str, Any]]
     return found
 
 
-def around(
-    event: dict[str, Any], slices: dict[tuple[int, int], list[dict[str, Any]]]
-) -> list[dict[str, Any]]:
+def around(event: dict[str, Any], slices: dict[tuple[int, int], list[dict[str, Any]]]) -> list[dict[str, Any]]:
     own = slices.get((event["pid"], event["tid"]), [])
     return [s for s in own if s["ts"] - ROUNDING <= event["ts"] <= end_of(s) + ROUNDING]
 

@@ -51,9 +51,7 @@ class Node:
         self.id, self.name, self.world = id, NAMES[id], world
         self.handles: list[Handle] = []
         self.tasks: list[Callable[[], None]] = []  # for threads of the worker
-        self.arrived: list[
-            tuple[Message, Arrival]
-        ] = []  # messages that were read, and neither decoded nor dropped
+        self.arrived: list[tuple[Message, Arrival]] = []  # messages that were read, and neither decoded nor dropped
         self.knows_lost: set[int] = set()
         self._ids = itertools.count((id << COUNTER_BITS) + 1)
         self.references = References(id, self.name)
@@ -126,9 +124,7 @@ class World:
     # A worker that dies takes its loans with it. The owner may not have heard of the borrower yet: such a value may
     # be gone although there is a handle, whose use says so.
     excused: set[int] = field(default_factory=set)
-    asked: list[tuple[int, Any]] = field(
-        default_factory=list
-    )  # the owners of values, and the futures of these
+    asked: list[tuple[int, Any]] = field(default_factory=list)  # the owners of values, and the futures of these
     slow: set[tuple[int, int]] = field(default_factory=set)  # pairs whose messages arrive after all else
     busy: int = -1  # the worker whose threads run what they are asked to after all else
     did: Counter[str] = field(default_factory=Counter)
@@ -151,9 +147,7 @@ class World:
         entry = node.references.new(to)
         if node.send(to, self._some(node), creates=entry.id, written=self.random.random() < 0.9):
             handle = Handle(node, entry)
-            if (
-                self.random.random() < 0.3
-            ):  # a temporary one, or of a call that timed out while it was written
+            if self.random.random() < 0.3:  # a temporary one, or of a call that timed out while it was written
                 handle.drop()
         else:
             node.references.forget(entry)
@@ -252,9 +246,7 @@ class World:
             assert not table._loans, "on loan for ever"
             assert not table._let_go and not table._back, "not settled"
             for id, entry in table._owned.items():
-                assert id in handles, (
-                    f"value {id} lives, and no handle does: {entry.handles}, {entry.credits}"
-                )
+                assert id in handles, f"value {id} lives, and no handle does: {entry.handles}, {entry.credits}"
                 assert not entry.waiting, "somebody waits for ever"
                 held = {w: self.nodes[w].references._held[id].credits for w in handles[id] - {node.id}}
                 assert entry.credits == held, f"value {id}: credits {entry.credits}, held {held}"

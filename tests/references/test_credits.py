@@ -192,9 +192,7 @@ def test_a_peer_gives_back_no_more_than_it_has(world, lent, caplog, count, way):
         else:
             a.references.incoming(Envelope(Kind.CALL, 1, dropped=((lent.id, count),)), peer)
     assert lent.credits == {B: 1, C: 1}
-    assert (
-        f"worker 'c' (id 2) gives back {count} credits for the value {lent.id} of worker 'a'" in caplog.text
-    )
+    assert f"worker 'c' (id 2) gives back {count} credits for the value {lent.id} of worker 'a'" in caplog.text
     for handle in [*world.nodes[B].handles, *world.nodes[C].handles]:
         handle.drop()
     world.drain()

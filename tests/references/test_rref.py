@@ -25,9 +25,7 @@ PATIENCE = 5.0
 @pytest.fixture(scope="module", params=["inproc", "unix", "tcp"])
 def cluster(request: pytest.FixtureRequest, server: telegrad.ForkServer) -> Iterator[telegrad.LocalCluster]:
     options = telegrad.Options(rpc_timeout=PATIENCE)
-    with telegrad.LocalCluster(
-        ["a", "b", "c"], transport=request.param, server=server, options=options
-    ) as cluster:
+    with telegrad.LocalCluster(["a", "b", "c"], transport=request.param, server=server, options=options) as cluster:
         yield cluster
 
 
@@ -113,9 +111,7 @@ def test_remote_on_oneself():
 
 def test_local_value_elsewhere_is_an_error():
     rref = rpc.remote("a", Counter)
-    with pytest.raises(
-        RuntimeError, match=r"can't call localValue\(\) on user .*driver.*Call it on owner .*'a'|a"
-    ):
+    with pytest.raises(RuntimeError, match=r"can't call localValue\(\) on user .*driver.*Call it on owner .*'a'|a"):
         rref.local_value()
 
 

@@ -70,9 +70,7 @@ def gate() -> Iterator[Gate]:
 
 @pytest.fixture
 def workers() -> Iterator[dict[str, telegrad.Worker]]:
-    with telegrad.LocalCluster(
-        ["a"], transport="inproc", options=telegrad.Options(rpc_timeout=PATIENCE)
-    ) as cluster:
+    with telegrad.LocalCluster(["a"], transport="inproc", options=telegrad.Options(rpc_timeout=PATIENCE)) as cluster:
         found = {worker.name: worker for worker in (current_worker(), *cluster._in_process)}
         yield found
         found.clear()

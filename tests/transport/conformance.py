@@ -164,9 +164,7 @@ def carries_any_size(one: Connection, other: Connection) -> None:
             (frames,) = _read(other, 1)
             writing.result()
             _expect(frames.header == header, f"the header of {len(header)} bytes came as another one")
-            _expect(
-                [len(b) for b in frames.buffers] == [len(b) for b in buffers], "buffers have other lengths"
-            )
+            _expect([len(b) for b in frames.buffers] == [len(b) for b in buffers], "buffers have other lengths")
             _expect(all(map(_same, frames.buffers, buffers)), "buffers came with other bytes")
 
 
@@ -194,18 +192,14 @@ def keeps_buffers_private(one: Connection, other: Connection) -> None:
             source[:] = bytes(size)
             (frames,) = _read(other, 1)
             first, second = frames.buffers
-            _expect(
-                _same(first, _pattern(1, size)), "what the sender wrote after write() shows at the receiver"
-            )
+            _expect(_same(first, _pattern(1, size)), "what the sender wrote after write() shows at the receiver")
             _expect(not memoryview(first).readonly, "a received buffer is read-only")
             first[:] = _pattern(2, size)  # type: ignore[index]
             _expect(_same(second, _pattern(1, size)), "two received buffers share memory")
             _expect(source == bytes(size), "what the receiver writes shows at the sender")
             one.write(Frames(b"", [source]), WAIT)
             _read(other, 1)
-            _expect(
-                _same(first, _pattern(2, size)), "a buffer that is still held was used for another message"
-            )
+            _expect(_same(first, _pattern(2, size)), "a buffer that is still held was used for another message")
             source[:] = _pattern(1, size)
 
 
@@ -237,9 +231,7 @@ def uses_memory_again(one: Connection, other: Connection) -> None:
     grown = _resident_bytes() - resident
     _expect(grown < 8 * size, f"{count - warm_up} messages of {size} bytes left {grown} bytes behind")
     shared = one.statistics().shared_bytes
-    _expect(
-        shared <= 4 * size, f"the sender holds {shared} bytes of shared memory for messages of {size} bytes"
-    )
+    _expect(shared <= 4 * size, f"the sender holds {shared} bytes of shared memory for messages of {size} bytes")
 
 
 # -- waiting ---------------------------------------------------------------------------------------------

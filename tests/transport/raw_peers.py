@@ -37,9 +37,7 @@ def socket_pair(transport: str) -> tuple[socket.socket, socket.socket]:
         return one, server.accept()[0]
 
 
-def connection_over(
-    sock: socket.socket, lease: ReadLease, options: Options | None = None
-) -> StreamConnection:
+def connection_over(sock: socket.socket, lease: ReadLease, options: Options | None = None) -> StreamConnection:
     kind = UnixConnection if sock.family == socket.AF_UNIX else TcpConnection
     connection = kind(sock, Hello("test", 2, "peer"), lease, options or Options())
     connection.open()

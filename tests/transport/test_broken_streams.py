@@ -83,9 +83,7 @@ def test_a_large_message_cut_short_ends_the_connection_and_leaves_no_memory(faci
     assert connection._reader.target.nbytes == 0
 
 
-buffers_of_any_size = st.lists(
-    st.integers(0, 300) | st.integers(60 * KIB, 70 * KIB) | st.just(300 * KIB), max_size=6
-)
+buffers_of_any_size = st.lists(st.integers(0, 300) | st.integers(60 * KIB, 70 * KIB) | st.just(300 * KIB), max_size=6)
 
 
 @settings(max_examples=60, deadline=None)

@@ -284,9 +284,7 @@ def test_closing_does_not_wait_for_a_peer_that_says_nothing(transport):
 @pytest.mark.parametrize("transport", STREAMS)
 def test_a_listener_out_of_descriptors_turns_peers_away_and_goes_on(transport, caplog):
     with hosting(transport) as host:
-        knocking = [
-            socket.socket(socket.AF_UNIX if transport == "unix" else socket.AF_INET) for _ in range(3)
-        ]
+        knocking = [socket.socket(socket.AF_UNIX if transport == "unix" else socket.AF_INET) for _ in range(3)]
         with no_more_descriptors():
             for sock in knocking:
                 target = host.address.partition("://")[2]
@@ -546,8 +544,6 @@ def test_the_listener_of_another_user_is_refused():
             child.hear()
 
     with forked(listen) as child:
-        assert (
-            try_to_connect(child.hear()) == f"the process at the other end belongs to user {NOBODY}, not to 0"
-        )
+        assert try_to_connect(child.hear()) == f"the process at the other end belongs to user {NOBODY}, not to 0"
         child.tell("enough")
         child.result()

@@ -98,7 +98,5 @@ def test_the_limits_are_those_of_the_code():
     assert f"more than {shm.MAX_LENT} segments" in TEXT
     assert f"multiple of {shm.ALIGNMENT} bytes" in TEXT
     assert (wire.PREFIX.size, wire.SHARED_PLACE.size, handshake.GREETING.size) == (20, 17, 10)
-    assert [f"| {n} {name} |" in TEXT for n, name in enumerate(["free", "filled", "lent", "retired"])] == [
-        True
-    ] * 4
+    assert [f"| {n} {name} |" in TEXT for n, name in enumerate(["free", "filled", "lent", "retired"])] == [True] * 4
     assert (shm.FREE, shm.FILLED, shm.LENT, shm.RETIRED) == (0, 1, 2, 3)

@@ -69,9 +69,7 @@ def test_a_message_of_which_nothing_was_sent_is_withdrawn(slow_ends, transport, 
     one._sock.full, one._sock.at_once = True, 1 << 20
     for _ in range(2):
         if reason == "time":
-            with pytest.raises(
-                TimeoutError, match="worker 'peer' did not take the message in time"
-            ) as raised:
+            with pytest.raises(TimeoutError, match="worker 'peer' did not take the message in time") as raised:
                 one.write(frames, 0.02)
             assert not isinstance(raised.value, HandedOverError)
         else:
@@ -89,9 +87,7 @@ def test_a_message_of_which_nothing_was_sent_is_withdrawn(slow_ends, transport, 
 @pytest.mark.parametrize("transport", STREAMS)
 @pytest.mark.parametrize("frames", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("reason", ["time", "Ctrl-C"])
-def test_the_rest_of_a_message_that_has_begun_is_written_by_another_thread(
-    slow_ends, transport, frames, reason
-):
+def test_the_rest_of_a_message_that_has_begun_is_written_by_another_thread(slow_ends, transport, frames, reason):
     one, other = slow_ends(transport)
     one._sock.at_once, one._sock.full_after = 3, 1
     mutable = Frames(frames.header, [bytearray(b) for b in frames.buffers])
@@ -153,9 +149,7 @@ def interrupt() -> None:
     ],
     ids=["Ctrl-C", "no buffers"],
 )
-def test_a_writer_that_is_interrupted_while_it_sends_ends_the_connection(
-    slow_ends, transport, broken, raised
-):
+def test_a_writer_that_is_interrupted_while_it_sends_ends_the_connection(slow_ends, transport, broken, raised):
     """Nobody knows how much went out, and half a message would make nonsense of all that follow."""
     one, other = slow_ends(transport)
     one._sock.broken = broken()

@@ -40,9 +40,7 @@ def names_in(suite: str) -> list[str]:
     return sorted(name for name in names(suite) if name.startswith("test"))
 
 
-_SCRIPTED_MODULE = (
-    "makes a RemoteModule for TorchScript, whose forward() is an RPC from inside of TorchScript"
-)
+_SCRIPTED_MODULE = "makes a RemoteModule for TorchScript, whose forward() is an RPC from inside of TorchScript"
 _IDS = "asserts the numbers that torch gives its first RRefs; telegrad's ids start elsewhere"
 _ASKS_TYPE = (
     "asserts that a method call on an RRef first asks the owner for the value's type, and fails or waits there; "

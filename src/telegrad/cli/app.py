@@ -76,20 +76,14 @@ def _told(command: str) -> Iterator[None]:
     "130 after Ctrl-C; 2 for wrong usage.",
 )
 def run(
-    script: Annotated[
-        str, typer.Argument(help="A Python program; a module's name with -m.", metavar="SCRIPT")
-    ],
+    script: Annotated[str, typer.Argument(help="A Python program; a module's name with -m.", metavar="SCRIPT")],
     arguments: Annotated[list[str] | None, typer.Argument(help="What the program gets as it is.")] = None,
     count: Annotated[int, typer.Option("-n", "--processes", min=1, help="How many processes.")] = 2,
-    module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module, as with python -m.")
-    ] = False,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module, as with python -m.")] = False,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Where the group meets (MASTER_PORT); 0: any free port.")
     ] = 0,
-    grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that a process has to end before it is killed.")
-    ] = 5.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that a process has to end before it is killed.")] = 5.0,
     plain: Annotated[bool, typer.Option("--no-prefix", help="No rank in front of each line.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Do not say where the group meets.")] = False,
 ) -> None:
@@ -150,12 +144,8 @@ def top(
             metavar="ADDRESS",
         ),
     ],
-    interval: Annotated[
-        float, typer.Option("-i", "--interval", min=0.1, help="Seconds between two looks.")
-    ] = 1.0,
-    once: Annotated[
-        bool, typer.Option("--once", help="Look for one interval, print a plain table, and end.")
-    ] = False,
+    interval: Annotated[float, typer.Option("-i", "--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look for one interval, print a plain table, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds in which the group must answer.")] = 3.0,
     tcp: Annotated[
@@ -168,9 +158,7 @@ def top(
     with _told("top"):
         transport = "tcp" if tcp else "unix"
         raise typer.Exit(
-            watch(
-                address, interval=interval, once=once, as_json=as_json, timeout=timeout, transport=transport
-            )
+            watch(address, interval=interval, once=once, as_json=as_json, timeout=timeout, transport=transport)
         )
 
 
@@ -210,9 +198,7 @@ def doctor(
     epilog="Exit code: 0; 1 for a file that is cut short or is no trace; 2 for a file that is not there.",
 )
 def trace(
-    files: Annotated[
-        list[Path], typer.Argument(help="Traces that telegrad.profiler has written.", metavar="FILE...")
-    ],
+    files: Annotated[list[Path], typer.Argument(help="Traces that telegrad.profiler has written.", metavar="FILE...")],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write all of them as one trace.", metavar="FILE")
     ] = None,
@@ -240,15 +226,11 @@ def trace(
     epilog="Exit code: 0; 1 when something could not be measured; 130 after Ctrl-C.",
 )
 def bench(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="For the repository's benchmarks, as they are.")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="For the repository's benchmarks, as they are.")] = None,
     short: Annotated[
         bool, typer.Option("--short", help="The built-in comparison, also in a checkout of the repository.")
     ] = False,
-    without_torch: Annotated[
-        bool, typer.Option("--no-torch", help="Built-in: measure telegrad alone.")
-    ] = False,
+    without_torch: Annotated[bool, typer.Option("--no-torch", help="Built-in: measure telegrad alone.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Built-in: the figures as JSON.")] = False,
 ) -> None:
     from .bench import measure

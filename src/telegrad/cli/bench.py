@@ -68,9 +68,7 @@ def _compare(*, with_torch: bool, as_json: bool) -> int:
         with_torch = False
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores / 2:
-        target.print(
-            f"note        this machine is busy (load {load:.1f}, {cores} cores); it shows in all times"
-        )
+        target.print(f"note        this machine is busy (load {load:.1f}, {cores} cores); it shows in all times")
     torch.set_num_threads(1)
     handler = signal.signal(signal.SIGTERM, _stop)
     try:

@@ -45,9 +45,7 @@ def versions() -> Iterator[Finding]:
         wanted = [line for line in requires("telegrad") or [] if "extra ==" not in line]
         found = [f"telegrad {version('telegrad')}"]
     except PackageNotFoundError:
-        yield Finding(
-            "packages", SLOW, "telegrad runs from its sources, and is not installed", "pip install -e ."
-        )
+        yield Finding("packages", SLOW, "telegrad runs from its sources, and is not installed", "pip install -e .")
         wanted, found = [], []
     for line in wanted:
         match = re.match(r"([\w-]+)(?:>=([\d.]+))?", line)
@@ -81,9 +79,7 @@ def torch_build() -> Iterator[Finding]:
     devices = f"{torch.cuda.device_count()} CUDA devices" if torch.cuda.is_available() else "CPU only"
     told = f"torch {torch.__version__}, {devices}, {torch.get_num_threads()} threads for operators"
     if not distributed.is_available():
-        yield Finding(
-            "torch", WRONG, f"{told}; built without torch.distributed", "install a standard build of torch"
-        )
+        yield Finding("torch", WRONG, f"{told}; built without torch.distributed", "install a standard build of torch")
     else:
         yield Finding("torch", OK, told)
 
@@ -143,9 +139,7 @@ def limits() -> Iterator[Finding]:
         yield Finding("descriptors", OK, told)
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY and soft < 512:
-        yield Finding(
-            "threads", SLOW, f"{soft} processes and threads allowed for this user", "ulimit -u 4096"
-        )
+        yield Finding("threads", SLOW, f"{soft} processes and threads allowed for this user", "ulimit -u 4096")
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY and soft < 16 << 30:
         yield Finding("address space", SLOW, f"limited to {size(soft)}", "ulimit -v unlimited")
@@ -158,18 +152,14 @@ def unix_sockets() -> Iterator[Finding]:
     )
     directory = tempfile.gettempdir()
     if not os.access(directory, os.W_OK):
-        yield Finding(
-            topic, WRONG, f"the directory {directory} cannot be written to", "set TMPDIR to one that can"
-        )
+        yield Finding(topic, WRONG, f"the directory {directory} cannot be written to", "set TMPDIR to one that can")
         return
     from ..transport.unix import bind_unseen
 
     try:
         listener, fd = bind_unseen()
     except OSError as error:
-        yield Finding(
-            topic, WRONG, f"cannot listen: {error}", f"set TMPDIR to a local directory, not {directory}"
-        )
+        yield Finding(topic, WRONG, f"cannot listen: {error}", f"set TMPDIR to a local directory, not {directory}")
         return
     try:
         with listener, socket.socket(socket.AF_UNIX) as client:
@@ -215,9 +205,7 @@ def loopback() -> Iterator[Finding]:
     first, last = map(int, found.read_text().split()) if found.exists() else (32768, 60999)
     if last - first < 1000:
         remedy = "sysctl net.ipv4.ip_local_port_range='32768 60999'"
-        yield Finding(
-            "ports", SLOW, f"only {last - first + 1} ports for connections ({first} to {last})", remedy
-        )
+        yield Finding("ports", SLOW, f"only {last - first + 1} ports for connections ({first} to {last})", remedy)
 
 
 def clock() -> Iterator[Finding]:
@@ -277,15 +265,11 @@ def settings() -> Iterator[Finding]:
     }  # fmt: skip
     for name, what in slow.items():
         if env.get(name, "") not in ("", "0"):
-            yield Finding(
-                "environment", SLOW, f"{name}={env[name]}: {what}; calls are slower", f"unset {name}"
-            )
+            yield Finding("environment", SLOW, f"{name}={env[name]}: {what}; calls are slower", f"unset {name}")
     if env.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         yield Finding("environment", SLOW, "TORCH_DISTRIBUTED_DEBUG=DETAIL slows torch down", "unset it")
     if hasattr(sys, "gettrace") and sys.gettrace() is not None:
-        yield Finding(
-            "environment", SLOW, "a debugger or coverage traces Python", "run without it to measure"
-        )
+        yield Finding("environment", SLOW, "a debugger or coverage traces Python", "run without it to measure")
 
 
 def _read_int(path: str, otherwise: int) -> int:

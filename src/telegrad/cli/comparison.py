@@ -104,9 +104,7 @@ def measured(figures: Sequence[Figure], peer: str, *, with_torch: bool) -> Itera
                 ours.append(median_time(rpc, autograd, peer, figure, warm=number > 0))
                 if torchs is not None:
                     theirs.append(torchs(figure, number > 0))
-            yield Measured(
-                figure.title, statistics.median(ours), statistics.median(theirs) if theirs else None
-            )
+            yield Measured(figure.title, statistics.median(ours), statistics.median(theirs) if theirs else None)
 
 
 def compare(console: Console, peer: str, figures: Sequence[Figure], *, with_torch: bool) -> list[Measured]:
@@ -141,9 +139,7 @@ def torch_pair() -> Iterator[Callable[[Figure, bool], float]]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     orders: list[Connection | None] = [theirs, None]
-    processes = [
-        spawn.Process(target=_torch_worker, args=(rank, port, orders[rank]), daemon=True) for rank in (0, 1)
-    ]
+    processes = [spawn.Process(target=_torch_worker, args=(rank, port, orders[rank]), daemon=True) for rank in (0, 1)]
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which they inherit: Ctrl-C is for us alone
     try:
         for process in processes:

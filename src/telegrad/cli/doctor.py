@@ -27,11 +27,7 @@ def examine(*, as_json: bool, with_test: bool) -> int:
     wrong = sum(finding.status == WRONG for finding in found)
     warnings = sum(finding.status == SLOW for finding in found)
     if as_json:
-        print(
-            json.dumps(
-                {"wrong": wrong, "warnings": warnings, "findings": [asdict(f) for f in found]}, indent=2
-            )
-        )
+        print(json.dumps({"wrong": wrong, "warnings": warnings, "findings": [asdict(f) for f in found]}, indent=2))
     else:
         target.print(_verdict(wrong, warnings, with_test))
     return Code.WRONG if wrong else Code.FINE

@@ -80,9 +80,7 @@ class _Run:
         if not self._job.quiet:
             where = f"127.0.0.1:{self._port}"
             processes = "1 process" if self._job.count == 1 else f"{self._job.count} processes"
-            self._console.print(
-                f"[dim]{processes} that meet at {where}; to look at them: telegrad top {where}[/]"
-            )
+            self._console.print(f"[dim]{processes} that meet at {where}; to look at them: telegrad top {where}[/]")
         try:
             self._start()
             while self._running:
@@ -168,9 +166,7 @@ class _Run:
             return Code.FINE
         rank, code = self._failed
         others = "" if self._job.count == 1 else "; the others were ended"
-        self._console.print(
-            f"[bold red]telegrad run: rank {rank.number} failed with {how_it_ended(code)}{others}[/]"
-        )
+        self._console.print(f"[bold red]telegrad run: rank {rank.number} failed with {how_it_ended(code)}{others}[/]")
         self._console.print(rank.last_words() or "It wrote nothing to stderr.", markup=False)
         return code
 

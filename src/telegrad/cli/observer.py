@@ -211,9 +211,7 @@ def _open_existing(address: str, timeout: float) -> Any:
             raise RendezvousError(f"there is no file {path!r}; a group that meets at file:// makes it")
         return FileStore(path, -1)
     if url.scheme != "tcp" or not host or not port:
-        raise AddressError(
-            f"{given!r} is not an address; write HOST:PORT, tcp://HOST:PORT, file:///PATH or env://"
-        )
+        raise AddressError(f"{given!r} is not an address; write HOST:PORT, tcp://HOST:PORT, file:///PATH or env://")
     return connect_store(host, port, timeout, wait=False)
 
 
@@ -262,9 +260,7 @@ class Sampler:
         self._last = Latency(len(took), took[len(took) // 2], took[len(took) * 99 // 100]) if took else None
 
     def _on_event(self, event: Event) -> None:
-        if (
-            event.kind != "call" or event.stage != "receive" or event.message_id < 0
-        ):  # an observer's are negative
+        if event.kind != "call" or event.stage != "receive" or event.message_id < 0:  # an observer's are negative
             pass
         elif event.phase == "started":
             if event.at < self._until and len(self._took) < _MOST_SAMPLES:
@@ -278,6 +274,4 @@ class Sampler:
 
 _samplers: WeakKeyDictionary[Worker, Sampler] = WeakKeyDictionary()
 
-os.register_at_fork(
-    after_in_child=_samplers.clear
-)  # their locks may be held by threads that are not in the fork
+os.register_at_fork(after_in_child=_samplers.clear)  # their locks may be held by threads that are not in the fork

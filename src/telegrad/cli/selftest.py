@@ -24,9 +24,7 @@ def self_test() -> Iterator[Finding]:
             yield from _calls(cluster)
             yield from _gradients()
     except (TelegradError, OSError) as error:
-        yield Finding(
-            _TOPIC, WRONG, f"{type(error).__name__}: {error}", "docs/errors.md says what this error means"
-        )
+        yield Finding(_TOPIC, WRONG, f"{type(error).__name__}: {error}", "docs/errors.md says what this error means")
 
 
 def _calls(cluster: LocalCluster) -> Iterator[Finding]:

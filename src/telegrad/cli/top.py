@@ -29,9 +29,7 @@ _SAMPLED = 0.1  # of each interval: for so long workers time the calls that they
 _TICK = 0.2  # seconds between two looks at the keyboard, and at the terminal's size
 
 
-def watch(
-    address: str, *, interval: float, once: bool, as_json: bool, timeout: float, transport: str = "unix"
-) -> int:
+def watch(address: str, *, interval: float, once: bool, as_json: bool, timeout: float, transport: str = "unix") -> int:
     """Shows the group until it ends or the user has seen enough; the exit code.
 
     Raises:

@@ -173,9 +173,7 @@ class View:
             yield Text(f"and {len(self.rows) - room} more that do not fit here", style="dim")
         for row in self.rows[:room]:
             if row.state == SILENT:
-                yield Text(
-                    clean(f"{row.name}: {row.problem}"), style="yellow", overflow="ellipsis", no_wrap=True
-                )
+                yield Text(clean(f"{row.name}: {row.problem}"), style="yellow", overflow="ellipsis", no_wrap=True)
         yield Text(self.note, style="dim", overflow="ellipsis", no_wrap=True)
 
 

@@ -168,9 +168,7 @@ class ForkServer:
             raise ClusterError(f"the process that forks workers has ended: {error}") from error
 
     def _run_reader(self) -> None:
-        with (
-            critical()
-        ):  # so a finaliser that the collector runs here does not ask the server, and wait for itself
+        with critical():  # so a finaliser that the collector runs here does not ask the server, and wait for itself
             self._read()
 
     def _read(self) -> None:

@@ -61,9 +61,7 @@ class Agent:
             "agent.server_active_async_calls": 0,
         }
         if self.measures_gil:
-            info["agent.gil_average_wait_time_us"] = (
-                0  # a worker's threads take the GIL once, not for each call
-            )
+            info["agent.gil_average_wait_time_us"] = 0  # a worker's threads take the GIL once, not for each call
         return {key: str(value) for key, value in info.items()}
 
     def get_metrics(self) -> dict[str, str]:
@@ -142,9 +140,7 @@ def start_with(options: Options) -> Callable[..., Agent]:
 
         global _torch_options
         if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
-            raise TypeError(
-                f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}"
-            )
+            raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
         _check_name(name)
         _check_device_maps(rpc_backend_options.device_maps)
         _torch_options = rpc_backend_options

@@ -18,9 +18,7 @@ from ..primitives.current import current_worker
 Records = Any  # of the legacy profiler, of one call
 
 _lock = threading.Lock()  # guards both below
-_profiles: list[
-    tuple[Any, list[Records]]
-] = []  # the configuration, and what was recorded; the innermost last
+_profiles: list[tuple[Any, list[Records]]] = []  # the configuration, and what was recorded; the innermost last
 _unsubscribe: Callable[[], None] | None = None
 
 

@@ -105,9 +105,7 @@ def _replacements() -> Iterator[tuple[types.ModuleType, dict[str, Any]]]:
 
 def _change_where_imported(replaced: dict[int, tuple[Any, Any]]) -> None:
     for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == __name__.partition(".")[0] or not isinstance(
-            module, types.ModuleType
-        ):
+        if module_name.partition(".")[0] == __name__.partition(".")[0] or not isinstance(module, types.ModuleType):
             continue
         for name, value in list(vars(module).items()):
             old, new = replaced.get(id(value), (None, None))

@@ -17,13 +17,9 @@ def run() -> int:
     parser = argparse.ArgumentParser(
         prog="telegrad.demo", description="Trains a transformer over four processes, and shows what happened."
     )
-    parser.add_argument(
-        "--steps", type=int, help="how many steps of training (default: as many as there is time for)"
-    )
+    parser.add_argument("--steps", type=int, help="how many steps of training (default: as many as there is time for)")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to train (default: 60)")
-    parser.add_argument(
-        "--out", default="telegrad-demo", help="folder for the files (default: telegrad-demo)"
-    )
+    parser.add_argument("--out", default="telegrad-demo", help="folder for the files (default: telegrad-demo)")
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers (default: 0)")
     parser.add_argument("--open", action="store_true", help="show the report in a browser at the end")
     options = parser.parse_args()

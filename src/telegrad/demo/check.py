@@ -47,9 +47,7 @@ def differences(model: Transformer, batch: Batch) -> list[Difference]:
             assert expected is not None
             gradient = rpc.rpc_sync(handle.owner(), gradient_of, args=(context_id, handle))
             largest = (gradient - expected).abs().max().item()
-            found.append(
-                Difference(name, handle.owner_name(), expected.numel(), largest, expected.abs().max().item())
-            )
+            found.append(Difference(name, handle.owner_name(), expected.numel(), largest, expected.abs().max().item()))
     return found
 
 

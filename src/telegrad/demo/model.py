@@ -41,9 +41,7 @@ class Stage(nn.Module):
         super().__init__()
         self.table = table
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
-            )
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(LAYERS)
         )
 

@@ -73,9 +73,7 @@ def write_report(results: Results, path: Path) -> None:
         _tile(f"{first:.2f} → {last:.2f}", f"loss, in {steps:,} steps"),
         _tile(f"{steps / seconds:.1f}", "steps per second"),
         _tile(size(sent), f"sent between workers, {size(sent / steps)} in a step"),
-        _tile(
-            in_words(worst), "largest difference of a gradient from one process", "good" if exact else "bad"
-        ),
+        _tile(in_words(worst), "largest difference of a gradient from one process", "good" if exact else "bad"),
     ]
     page = Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     filled = page.substitute(
@@ -178,12 +176,8 @@ def _timeline(timeline: Timeline) -> str:
     """The picture of a step; and where the time of all steps under the profiler went."""
     summary, encoded = timeline.summary, base64.b64encode(timeline.picture).decode("ascii")
     times = {worker.name: worker.time for worker in summary.workers}
-    rows = "".join(
-        f"<div>{_named(name)}</div>{_bar(times[name], summary.length)}" for name in HOLDS if name in times
-    )
-    keys = "".join(
-        f'<span><i style="background: var(--{state})"></i>{title}</span>' for state, title in STATES.items()
-    )
+    rows = "".join(f"<div>{_named(name)}</div>{_bar(times[name], summary.length)}" for name in HOLDS if name in times)
+    keys = "".join(f'<span><i style="background: var(--{state})"></i>{title}</span>' for state, title in STATES.items())
     return (
         f"<p>{timeline.milliseconds:.0f} milliseconds: forward through both stages, backward through both, and a step "
         "of the optimizer everywhere. A band is a process, a lane in it a thread, an arrow a message. "

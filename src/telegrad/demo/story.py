@@ -37,9 +37,7 @@ FILES = {
 }
 
 
-def tell(
-    *, steps: int | None, seconds: float, out: str | os.PathLike[str], seed: int, open_report: bool
-) -> int:
+def tell(*, steps: int | None, seconds: float, out: str | os.PathLike[str], seed: int, open_report: bool) -> int:
     """What main() does."""
     console = Console(highlight=False)
     complaints = Console(highlight=False, stderr=True)
@@ -53,9 +51,7 @@ def tell(
     try:
         _prepare(folder)
     except OSError as error:
-        complaints.print(
-            f"error: the folder for the files cannot be used: {error}", markup=False, soft_wrap=True
-        )
+        complaints.print(f"error: the folder for the files cannot be used: {error}", markup=False, soft_wrap=True)
         return 2
 
     def work(server: ForkServer) -> int:
@@ -77,9 +73,7 @@ def _train_and_look(
 ) -> Results:
     torch.set_num_threads(1)  # as the workers do: they share the cores
     began = clock.now()
-    console.print(
-        "A transformer learns to write Python, on four workers: this process and three more.", soft_wrap=True
-    )
+    console.print("A transformer learns to write Python, on four workers: this process and three more.", soft_wrap=True)
     with contextlib.ExitStack() as running:
         with console.status("starting the workers"):
             text = encode(standard_library())

@@ -89,9 +89,7 @@ class Attach:
             )
         return envelope
 
-    def _send(
-        self, context: Context, message: int, place: int, tensors: Sequence[torch.Tensor], to: int
-    ) -> Sent:
+    def _send(self, context: Context, message: int, place: int, tensors: Sequence[torch.Tensor], to: int) -> Sent:
         id = message if place == 0 else self._new_id()
         with context.lock:
             return Sent(id, message, place, len(tensors), to, tensors[place], context.graph)
@@ -159,9 +157,7 @@ class Attach:
     def _recv(self, message: int, autograd: Autograd, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         ids = [entry.id for entry in autograd.sent]
         if len(ids) != len(tensors):
-            raise GradientError(
-                f"message {message} has {len(tensors)} tensors that require grad, not {len(ids)}"
-            )
+            raise GradientError(f"message {message} has {len(tensors)} tensors that require grad, not {len(ids)}")
         received = make_recvs(message, ids, autograd.context, tensors)
         context = self._contexts.find(autograd.context)
         if context is not None:  # else backward() will say that it has ended

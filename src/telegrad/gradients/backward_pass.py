@@ -209,6 +209,4 @@ class ProtocolViolationError(RuntimeError):
 
 
 def _not_awaited(send: int) -> ProtocolViolationError:
-    return ProtocolViolationError(
-        f"gradients came for message {send}, whose Send has no part in this pass here"
-    )
+    return ProtocolViolationError(f"gradients came for message {send}, whose Send has no part in this pass here")

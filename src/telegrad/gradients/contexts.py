@@ -76,9 +76,7 @@ class Context:
     sends: dict[int, Sent] = field(default_factory=dict)  # by id
     received: dict[int, Node] = field(default_factory=dict)  # Recv nodes, by the ids of their tensors
     known_workers: set[int] = field(default_factory=set)  # ids of those that it was sent to
-    heard_from: set[int] = field(
-        default_factory=set
-    )  # ids of those who sent it here, and will tell of its end
+    heard_from: set[int] = field(default_factory=set)  # ids of those who sent it here, and will tell of its end
     gradients: GradientTable = field(default_factory=GradientTable)
     failed: PartState | None = None  # what the last pass awaited here, if it failed; numbers only
 

@@ -86,9 +86,7 @@ class Engine:
             targets = {edge_of(tensor) for tensor in inputs}
             plan = self._planner.plan_for(context, reach, edges, targets)
             start = Roots(no_leaves(outputs), gradients, inputs=tuple(inputs))
-            return self.rooted.run(
-                context, plan, start, How(retain_graph, create_graph, False, timeout)
-            ).results
+            return self.rooted.run(context, plan, start, How(retain_graph, create_graph, False, timeout)).results
 
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """The gradients of this worker's leaves in a context, from all passes that are done."""

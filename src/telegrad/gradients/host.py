@@ -18,9 +18,7 @@ Task = Callable[[], None]
 class Host(Protocol):
     """What is needed. It is there before the first message comes."""
 
-    def post(
-        self, to: int, envelope: Envelope, body: Any, timeout: float | None, context: Context | None
-    ) -> None:
+    def post(self, to: int, envelope: Envelope, body: Any, timeout: float | None, context: Context | None) -> None:
         """Sends a message to the worker of that id. Raises PeerLostError."""
 
     def wait(self, waiter: Waiter, peer: int, deadline: float | None, watch: Any) -> None:
@@ -50,9 +48,7 @@ def disbelieve(name: str, peer: str, peer_id: int, what: str) -> None:
     logger.warning("worker %r: worker %r (id %d) has sent %s; this is dropped", name, peer, peer_id, what)
 
 
-def tell(
-    host: Host, worker: int, kind: Kind, body: Done | End | Release, timeout: float | None = 1.0
-) -> None:
+def tell(host: Host, worker: int, kind: Kind, body: Done | End | Release, timeout: float | None = 1.0) -> None:
     """Sends a one-way message. A lost peer is ignored; after a write timeout the send goes on in the background."""
     try:
         host.post(worker, Envelope(kind, host.new_message_id()), body, timeout, None)

@@ -139,9 +139,7 @@ class _Turn:
     __slots__ = ("free", "is_taken", "to_add")
 
     def __init__(self) -> None:
-        self.free = (
-            threading.Lock()
-        )  # not reentrant: a device's thread may take it and the pass's give it back
+        self.free = threading.Lock()  # not reentrant: a device's thread may take it and the pass's give it back
         self.is_taken = False
         self.to_add: list[torch.Tensor] = []
 
@@ -210,9 +208,7 @@ class Capture:
         """See Note [averaged leaves]."""
         turn = _turn_of(leaf)
         if not turn.free.acquire(timeout=_LONGEST_HOOK):
-            raise GradientError(
-                f"another pass had a leaf of a DistributedDataParallel for over {_LONGEST_HOOK:.0f} s"
-            )
+            raise GradientError(f"another pass had a leaf of a DistributedDataParallel for over {_LONGEST_HOOK:.0f} s")
         with _touching_grad:
             aside, leaf.grad = leaf.grad, None
             turn.is_taken = True
@@ -266,9 +262,7 @@ class Capture:
         def before(gradients: Any) -> Any:
             if is_ours():
                 if not turn.free.acquire(timeout=_LONGEST_HOOK):
-                    raise GradientError(
-                        f"another pass ran the hooks of a leaf for over {_LONGEST_HOOK:.0f} s"
-                    )
+                    raise GradientError(f"another pass ran the hooks of a leaf for over {_LONGEST_HOOK:.0f} s")
                 with _touching_grad:
                     aside.append(leaf.grad)
                     leaf.grad = None
@@ -324,9 +318,7 @@ def _own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:
     gradient = gradient.detach()
     if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
         return gradient if is_free and _is_plain(gradient) else gradient.clone()
-    if is_free and (
-        gradient.stride() == leaf.stride() or (leaf.is_contiguous() and gradient.is_contiguous())
-    ):
+    if is_free and (gradient.stride() == leaf.stride() or (leaf.is_contiguous() and gradient.is_contiguous())):
         return gradient
     with torch.no_grad():
         return torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device).copy_(gradient)

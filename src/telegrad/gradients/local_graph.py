@@ -28,9 +28,7 @@ class Graph:
 
     def __init__(self, new_group: Callable[[Reach], int]) -> None:
         self._new_group = new_group
-        self.known: dict[Node, Reach] = {
-            None: NOTHING
-        }  # where an edge leads nowhere, torch has None for the node
+        self.known: dict[Node, Reach] = {None: NOTHING}  # where an edge leads nowhere, torch has None for the node
         self.leaves: list[Node] = []  # AccumulateGrad nodes
         self.checkpoints: list[Node] = []  # reentrant ones, which run an engine call of their own
 

@@ -112,9 +112,7 @@ class LocalPass:
         self.counts: dict[int, int] = {}  # by message: tensors that were not asked for yet
         self.decoded: dict[int, tuple[Gradient, ...]] = {}  # by message
         self.capture: Capture | None = None
-        self.due: dict[int, int] | None = (
-            None  # by received message: tensors that the engine has not come to yet
-        )
+        self.due: dict[int, int] | None = None  # by received message: tensors that the engine has not come to yet
         self.collected: dict[int, list[Gradient]] = {}  # by received message
         self.unposted = 0  # received messages whose gradients are still to be sent
         self.last: tuple[int, tuple[Gradient, ...]] | None = None  # what is sent when the engine is done
@@ -230,9 +228,7 @@ class LocalPass:
                 arrived = self.frames.pop(found.message, None)
             if arrived is None:
                 self._check(found.message)
-                raise GradientError(
-                    f"the gradients of message {found.message} were asked for twice in one pass"
-                )
+                raise GradientError(f"the gradients of message {found.message} were asked for twice in one pass")
             gradients = self.decoded[found.message] = self.around.decode(*arrived)
         gradient = _checked(gradients, found)
         if gradient is not None:

@@ -151,9 +151,7 @@ class Recv(torch.autograd.Function):
     # told to run this Recv and not that one (autograd.grad(inputs=[anchor, ...])). The tensor itself is no input but
     # comes in a tuple: an input that is returned as it is would be a view, and refuse in-place changes.
     @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, id: int, message: int, place: int, context: int, tensors: Any
-    ) -> Any:
+    def forward(ctx: Any, anchor: torch.Tensor, id: int, message: int, place: int, context: int, tensors: Any) -> Any:
         ctx.id = id
         ctx.message = message
         ctx.place = place  # among the tensors of the message that require grad
@@ -254,9 +252,7 @@ def alias_of(leaf: torch.Tensor) -> torch.Tensor | None:
         return leaf.view_as(leaf)
 
 
-def make_recvs(
-    message: int, ids: Sequence[int], context: int, tensors: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+def make_recvs(message: int, ids: Sequence[int], context: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors of a message, each with a Recv as its history."""
     if not torch.is_grad_enabled():
         with torch.enable_grad():

@@ -158,9 +158,7 @@ class Parts:
             return None
         local = None if is_over else self._local(pass_id)
         if local is None:
-            logger.info(
-                "the gradients of message %d came after the end of pass %d", envelope.reply_to, pass_id
-            )
+            logger.info("the gradients of message %d came after the end of pass %d", envelope.reply_to, pass_id)
             return None
         return self._later(local, local.keep(envelope.reply_to, (envelope, frames)))
 

@@ -43,9 +43,7 @@ class Planner:
             return Plan({})
         return Plan(_by_worker(id for id in self._closure(received, edges) if id > 0))
 
-    def plan_for(
-        self, context: Context, received: Iterable[int], edges: Sequence[Edge], targets: set[Edge]
-    ) -> Plan:
+    def plan_for(self, context: Context, received: Iterable[int], edges: Sequence[Edge], targets: set[Edge]) -> Plan:
         """Of all that the edges lead to, what leads on to the targets, which are this worker's."""
         entries = self._closure(received, edges)
         known: dict[Node, bool] = {}
@@ -60,9 +58,7 @@ class Planner:
         reached = {id for id in _closure_within(received, entries, kept) if id > 0}
         wanted: dict[int, set[int]] = {self._id: flatten_groups(received, entries) & reached}
         for id in reached:
-            wanted.setdefault(sender_of(id), set()).update(
-                flatten_groups(entries[id].depends_on, entries) & reached
-            )
+            wanted.setdefault(sender_of(id), set()).update(flatten_groups(entries[id].depends_on, entries) & reached)
         return Plan(_by_worker(reached), {worker: tuple(sorted(ids)) for worker, ids in wanted.items()})
 
     def _closure(self, received: Iterable[int], edges: Sequence[Edge]) -> dict[int, Entry]:

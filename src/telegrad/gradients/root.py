@@ -98,9 +98,7 @@ class RootedPasses:
                 self._raise(root, local)
             return local
         finally:
-            root.error = (
-                None  # its traceback may have frames with the pass: only the collector would find them
-            )
+            root.error = None  # its traceback may have frames with the pass: only the collector would find them
 
     def _own_part(self, root: RootedPass, context: Context, plan: Plan, roots: Roots, how: How) -> LocalPass:
         local = self._parts.new_of_root(root.id)

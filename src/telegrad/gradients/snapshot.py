@@ -160,9 +160,7 @@ class _Taker:
             self._connect(tail, self._part.add(self._send(sent)))
         for number, root in enumerate(roots):
             tail = self._leaf(root) if root.grad_fn is None else self._places[id(root.grad_fn)]
-            place = self._part.add(
-                Root(worker_id=self._part.worker_id, name=f"root {number}", **_described(root))
-            )
+            place = self._part.add(Root(worker_id=self._part.worker_id, name=f"root {number}", **_described(root)))
             self._connect(tail, place)
 
     def _connect(self, tail: int, head: int) -> None:

@@ -56,8 +56,7 @@ def _autocast(modes: Modes) -> Iterator[None]:
     """Not torch.autocast, which warns of a device type that is not here, and leaves it out. The mode may be meant
     for a third worker, which is called from here."""
     before = [
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device, _, _ in modes.autocast
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device, _, _ in modes.autocast
     ]
     cache = torch.is_autocast_cache_enabled()
     torch.autocast_increment_nesting()

@@ -88,9 +88,7 @@ def _worker_box(graph: Graph, part: WorkerPart, picture: Picture) -> list[str]:
     ]
     lines += [f"    {_item(place, picture.items[place], part)}" for place in items]
     if not items:
-        lines.append(
-            f'    empty_{part.id} [label="nothing was sent or received", shape=plain, fontcolor="{_PALE}"];'
-        )
+        lines.append(f'    empty_{part.id} [label="nothing was sent or received", shape=plain, fontcolor="{_PALE}"];')
     return [*lines, "  }"]
 
 
@@ -183,11 +181,7 @@ def _sent_lines(sends: Sequence[Send]) -> list[str]:
     messages = len({send.message for send in sends})
     dtypes = some(sorted({send.dtype for send in sends}), 3)
     tensors = counted(len(sends), "tensor")
-    first = (
-        f"{tensors} in {messages} messages"
-        if messages > 1
-        else f"{tensors} in {sends[0].label.split('.')[0]}"
-    )
+    first = f"{tensors} in {messages} messages" if messages > 1 else f"{tensors} in {sends[0].label.split('.')[0]}"
     return [first, f"{dtypes}, {bytes_of(sum(send.nbytes for send in sends))}"]
 
 

@@ -53,9 +53,7 @@ def gather(worker: Worker, context_id: int, roots: Sequence[torch.Tensor], secon
 class _Gathering:
     """Asks workers for their parts, in waves: each part may name further workers, and further tensors of others."""
 
-    def __init__(
-        self, worker: Worker, context_id: int, roots: Sequence[torch.Tensor], seconds: float
-    ) -> None:
+    def __init__(self, worker: Worker, context_id: int, roots: Sequence[torch.Tensor], seconds: float) -> None:
         self._worker = worker
         self._context_id = context_id
         self._roots = roots
@@ -85,10 +83,7 @@ class _Gathering:
     def _named(self) -> set[int]:
         named = {id for part in self.parts.values() for id in part.known_workers}
         return named | {
-            node.peer_id
-            for part in self.parts.values()
-            for node in part.nodes
-            if isinstance(node, Send | Recv)
+            node.peer_id for part in self.parts.values() for node in part.nodes if isinstance(node, Send | Recv)
         }
 
     def _ask(self, workers: Iterable[int], also: Sequence[int] = ()) -> None:
@@ -178,9 +173,7 @@ class _Assembly:
         self._edges: list[Edge] = []
         self._passes = [state for part in found.parts.values() for state in part.passes]
         self._parts = found.parts
-        self._workers = [
-            found.silent.get(id) or WorkerPart(worker.name_of(id), id, "here") for id in found.order
-        ]
+        self._workers = [found.silent.get(id) or WorkerPart(worker.name_of(id), id, "here") for id in found.order]
         self._names = {part.id: part.name for part in self._workers}
 
     def graph(self) -> Graph:

@@ -41,9 +41,7 @@ def _worker_lines(graph: Graph, part: WorkerPart) -> list[str]:
     if leaves:
         shapes = Counter(f"{leaf.name} {shape_of(leaf)}" for leaf in leaves).most_common()
         total = bytes_of(sum(leaf.nbytes for leaf in leaves))
-        lines.append(
-            f"  {counted(len(leaves), 'leaf')}, {total}: {some([times(*shape) for shape in shapes], 6)}"
-        )
+        lines.append(f"  {counted(len(leaves), 'leaf')}, {total}: {some([times(*shape) for shape in shapes], 6)}")
     sends = [node for node in nodes if isinstance(node, Send)]
     lines += [f"  sends {_sent_line(graph, send)}" for send in sends[:_MOST_SENDS]]
     if len(sends) > _MOST_SENDS:
@@ -64,8 +62,7 @@ def _sent_line(graph: Graph, send: Send) -> str:
 def pass_lines(graph: Graph) -> list[str]:
     """What holds passes up, or has."""
     return [
-        f"{_awaited(graph, send)}: Send {send.label} of {send.worker!r}, from {send.peer!r}"
-        for send in graph.awaited
+        f"{_awaited(graph, send)}: Send {send.label} of {send.worker!r}, from {send.peer!r}" for send in graph.awaited
     ]
 
 
@@ -91,8 +88,7 @@ def size_of(graph: Graph) -> str:
     messages = len({send.message for send in graph.sends})
     total = bytes_of(sum(send.nbytes for send in graph.sends))
     return (
-        f"{counted(len(graph.workers), 'worker')}, {counted(nodes, 'node')}, "
-        f"{counted(messages, 'message')} ({total})"
+        f"{counted(len(graph.workers), 'worker')}, {counted(nodes, 'node')}, {counted(messages, 'message')} ({total})"
     )
 
 

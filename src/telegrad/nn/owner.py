@@ -21,9 +21,7 @@ Hook = Callable[..., Any]
 Named = list[tuple[str, RRef[Any]]]
 
 
-def create(
-    module_cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str
-) -> nn.Module:
+def create(module_cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> nn.Module:
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(
@@ -42,9 +40,7 @@ def forward(id: int, /, *args: Any, **kwargs: Any) -> Any:
     device = _device_of(module)
     if device.type == "cpu":
         return module(*args, **kwargs)
-    came = any(
-        isinstance(leaf, torch.Tensor) and leaf.device == device for leaf in tree_leaves((args, kwargs))
-    )
+    came = any(isinstance(leaf, torch.Tensor) and leaf.device == device for leaf in tree_leaves((args, kwargs)))
     args, kwargs = _moved((args, kwargs), device)
     result = module(*args, **kwargs)
     return result if came else _moved(result, torch.device("cpu"))

@@ -66,9 +66,7 @@ class RemoteModule(nn.Module):
         super().__init__()
         _check_not_scripted(_module_interface_cls)
         if isinstance(module_cls, nn.Module):
-            raise TypeError(
-                "module_cls is a class; for a module that was made already: RemoteModule.from_module"
-            )
+            raise TypeError("module_cls is a class; for a module that was made already: RemoteModule.from_module")
         if not callable(module_cls):
             raise TypeError(f"module_cls is a class of modules, not {module_cls!r}")
         self.on, self.device = _parse(remote_device)
@@ -189,9 +187,7 @@ class RemoteModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        mine = {
-            key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)
-        }
+        mine = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         versions = getattr(state_dict, "_metadata", None)  # not in what a module around hands on
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         with _outside_of_contexts():

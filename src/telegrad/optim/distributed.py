@@ -81,9 +81,7 @@ class DistributedOptimizer(Optimizer):
             ]
             return optimizer_class, parts, is_plain, args, kwargs
 
-        found = _on_owners(
-            f"creating {optimizer_class.__name__}", self._owners, local_optimizer.create, arguments
-        )
+        found = _on_owners(f"creating {optimizer_class.__name__}", self._owners, local_optimizer.create, arguments)
         defaults: Options = {}
         for owner, (handle, its_defaults, its_options) in zip(self._owners, found, strict=True):
             owner.handle = handle
@@ -129,9 +127,7 @@ class DistributedOptimizer(Optimizer):
             before(self)
         parts = self._on_owners("state_dict", local_optimizer.state_dict, lambda _: ())
         numbers = iter(range(sum(len(group["params"]) for group in self.param_groups)))
-        groups = [
-            {**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups
-        ]
+        groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
         state: dict[Any, Any] = {}
         for owner, (its_state, its_options) in zip(self._owners, parts, strict=True):
             for key, value in its_state.items():
@@ -203,9 +199,7 @@ class DistributedOptimizer(Optimizer):
                 yield [place for place in owner.places if start <= place < end]
             start = end
 
-    def _on_owners(
-        self, what: str, function: Any, arguments: Callable[[_Owner], tuple[Any, ...]]
-    ) -> list[Any]:
+    def _on_owners(self, what: str, function: Any, arguments: Callable[[_Owner], tuple[Any, ...]]) -> list[Any]:
         """Calls a function on each owner, for its _LocalOptimizer, with the news of the options."""
         with self._lock:
             version = self._version = self._version + 1
@@ -282,9 +276,7 @@ def clip_grad_norm_(
     def arguments(owner: _Owner, number: Any) -> tuple[Any, ...]:
         return context_id, [handles[place] for place in owner.places], number
 
-    parts = _on_owners(
-        "the norm", owners, local_optimizer.norms, lambda owner: arguments(owner, float(norm_type))
-    )
+    parts = _on_owners("the norm", owners, local_optimizer.norms, lambda owner: arguments(owner, float(norm_type)))
     by_place = {
         place: norm
         for owner, norms in zip(owners, parts, strict=True)
@@ -325,9 +317,7 @@ def _check_class(optimizer_class: Any) -> None:
 def _groups_of(given: Any) -> tuple[list[dict[str, Any]], bool]:
     """Groups, each with a list of RRefs; and whether they were given as one plain list."""
     if isinstance(given, torch.Tensor | RRef | Mapping | str):
-        raise TypeError(
-            f"parameters are given as a list of RRefs or of dicts, not as a {type(given).__name__}"
-        )
+        raise TypeError(f"parameters are given as a list of RRefs or of dicts, not as a {type(given).__name__}")
     items = list(given)
     if not items:
         raise ValueError("optimizer got an empty parameter list")

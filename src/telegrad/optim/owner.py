@@ -214,9 +214,7 @@ def state_dict(id: int, version: int, news: News | None) -> tuple[dict[Any, Any]
         return copy.deepcopy(local.optimizer.state_dict()["state"]), copy.deepcopy(local.options())
 
 
-def load_state_dict(
-    id: int, version: int, news: News | None, state: dict[Any, Any], options: list[Options]
-) -> None:
+def load_state_dict(id: int, version: int, news: News | None, state: dict[Any, Any], options: list[Options]) -> None:
     local: _LocalOptimizer = value_here(id)
     with local.locked(version, news):
         groups = local.optimizer.state_dict()["param_groups"]

@@ -25,9 +25,7 @@ class Future(torch.futures.Future[Any]):
     nobody ever asked about is logged when its future dies.
     """
 
-    def __init__(
-        self, help_wait: Callable[[PendingCall, float | None], None], log_later: Callable[[str], None]
-    ):
+    def __init__(self, help_wait: Callable[[PendingCall, float | None], None], log_later: Callable[[str], None]):
         super().__init__()
         self.call: PendingCall | None = None
         self._help_wait = help_wait

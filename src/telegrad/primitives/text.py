@@ -14,9 +14,7 @@ def check_name(name: object) -> None:
     if not isinstance(name, str) or not name:
         raise ValueError(f"a worker's name is a string that is not empty, not {name!r}")
     if len(name) > LONGEST_NAME:
-        raise ValueError(
-            f"a worker's name has at most {LONGEST_NAME} characters; {name[:20]!r}... has {len(name)}"
-        )
+        raise ValueError(f"a worker's name has at most {LONGEST_NAME} characters; {name[:20]!r}... has {len(name)}")
     if not name.isprintable():
         raise ValueError(
             f"the worker's name {name!r} has characters that cannot be printed, such as line ends or escape "

@@ -142,9 +142,7 @@ def critical_path(
     return links
 
 
-def _follow(
-    graph: _Graph, processes: Mapping[int, str], thread: tuple[int, int], window: Interval
-) -> list[Link]:
+def _follow(graph: _Graph, processes: Mapping[int, str], thread: tuple[int, int], window: Interval) -> list[Link]:
     floor, at = window
     links: list[Link] = []
 

@@ -51,9 +51,7 @@ class profile(torch.profiler.profile):
         self.trace: Trace | None = None
         self._worker: Worker | None = None
         self._session: _Root | None = None
-        self._known: set[int] = (
-            set()
-        )  # who took part in earlier cycles: they are there from the beginning of the next
+        self._known: set[int] = set()  # who took part in earlier cycles: they are there from the beginning of the next
         self._accumulated: list[Trace] = []
 
     # -- what torch's class calls, by the schedule -----------------------------------------------------

@@ -66,9 +66,7 @@ class Message:
 class Recorded:
     spans: list[Span]
     messages: list[Message]
-    one_ended: (
-        int  # messages of which only one end was recorded: with workers that take no part, or at the edges
-    )
+    one_ended: int  # messages of which only one end was recorded: with workers that take no part, or at the edges
     own_messages: int  # the profiler's own
     own_bytes: int
 
@@ -76,9 +74,7 @@ class Recorded:
 def read_parts(parts: Sequence[Part]) -> Recorded:
     """Everything that was recorded, without what the profiler itself did."""
     own = _own_messages(parts)
-    functions = {
-        row.message: row.detail for part in parts for row in part.rows if row.stage == "run" and row.detail
-    }
+    functions = {row.message: row.detail for part in parts for row in part.rows if row.stage == "run" and row.detail}
     spans: list[Span] = []
     sent: dict[int, tuple[End, Row]] = {}
     read: dict[int, tuple[End, Row]] = {}
@@ -96,9 +92,7 @@ def read_parts(parts: Sequence[Part]) -> Recorded:
                 (sent if row.stage == "write" else read)[row.message] = end, row
         spans += _spans_of(part, rows, functions)
     both = sent.keys() & read.keys()
-    messages = [
-        Message(id, row.kind, row.reply_to, end, read[id][0]) for id, (end, row) in sent.items() if id in both
-    ]
+    messages = [Message(id, row.kind, row.reply_to, end, read[id][0]) for id, (end, row) in sent.items() if id in both]
     return Recorded(spans, messages, len(sent.keys() ^ read.keys()), len(own_sent), sum(own_sent.values()))
 
 

@@ -86,10 +86,7 @@ class Summary:
         rows = []
         for worker in self.workers:
             per = max(self.steps, 1)
-            times = [
-                f"{_time(worker.time[state] / per)} {_share(worker.time[state], self.length)}"
-                for state in STATES
-            ]
+            times = [f"{_time(worker.time[state] / per)} {_share(worker.time[state], self.length)}" for state in STATES]
             rows.append([clean(worker.name), *times, str(worker.messages_out), _bytes(worker.bytes_out)])
         return rows
 
@@ -105,9 +102,7 @@ class Summary:
         lines = ["critical path, the longest first:"]
         for worker, what, name, time in shares[:_SHOWN]:
             per_step = _time(time / max(self.steps, 1))
-            lines.append(
-                f"  {per_step:>9} {_share(time, self.length):>4}  {clean(worker)}: {_link(what, clean(name))}"
-            )
+            lines.append(f"  {per_step:>9} {_share(time, self.length):>4}  {clean(worker)}: {_link(what, clean(name))}")
         if len(shares) > _SHOWN:
             rest = sum(time for *_, time in shares[_SHOWN:])
             lines.append(
@@ -160,9 +155,7 @@ def _bytes(count: int) -> str:
     return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
-def summarise(
-    events: Sequence[ChromeEvent], about: Mapping[str, Any], processes: Mapping[int, str]
-) -> Summary:
+def summarise(events: Sequence[ChromeEvent], about: Mapping[str, Any], processes: Mapping[int, str]) -> Summary:
     """What a trace says of the time of its steps; of all of it, if the program did not count any."""
     root = about.get("root", "")
     steps = _steps(events, processes, root)
@@ -174,9 +167,7 @@ def summarise(
             count, size = out[event["pid"]]
             out[event["pid"]] = count + 1, size + event["args"]["bytes"]
     notes = {name: said.get("note", "") for name, said in about.get("workers", {}).items()}
-    workers = [
-        WorkerTime(name, times[name], *out[pid], notes.get(name, "")) for pid, name in processes.items()
-    ]
+    workers = [WorkerTime(name, times[name], *out[pid], notes.get(name, "")) for pid, name in processes.items()]
     missing = {name: said["why"] for name, said in about.get("missing", {}).items()}
     path = critical_path(events, processes, root, windows)
     return Summary(sum(end - start for start, end in windows), len(steps), workers, path, missing)

@@ -48,9 +48,7 @@ def make_trace(
         slices.append(_program(main, numbers[root], (ended - began) * 1e6))
     operators, flows, crossing = _operators(parts, numbers, recorded.spans, slices, at)
     arrows: list[ChromeEvent] = []
-    messages = [
-        m for m in recorded.messages if m.id not in contradicting and at(m.sent.worker, m.sent.at) >= 0
-    ]
+    messages = [m for m in recorded.messages if m.id not in contradicting and at(m.sent.worker, m.sent.at) >= 0]
     functions = {span.message: span.name for span in recorded.spans if span.stage == "run"}
     for number, message in enumerate(messages, 1):
         arrows += _arrow(number, message, functions, numbers, at)
@@ -182,9 +180,7 @@ def _operators(
         if not part.operators:
             continue
         exported = json.loads(zlib.decompress(part.operators))
-        shift = (
-            exported.get("baseTimeNanoseconds", 0) - part.clock_offset
-        ) / 1000  # to perf_counter, in microseconds
+        shift = (exported.get("baseTimeNanoseconds", 0) - part.clock_offset) / 1000  # to perf_counter, in microseconds
         for event in exported["traceEvents"]:
             if event.get("ph") not in ("X", "s", "f", "i") or event.get("cat") in ("Trace", "overhead"):
                 continue

@@ -27,9 +27,7 @@ class Trace:
     telegrad did not make.
     """
 
-    def __init__(
-        self, events: list[ChromeEvent], about: dict[str, Any] | None = None, *, base_ns: int = 0
-    ) -> None:
+    def __init__(self, events: list[ChromeEvent], about: dict[str, Any] | None = None, *, base_ns: int = 0) -> None:
         self.events = events
         self.about = about or {}
         self.base_ns = base_ns  # the time of day at which times are 0

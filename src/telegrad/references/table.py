@@ -89,9 +89,7 @@ class Held:
     def __init__(self, id: int, owner: int) -> None:
         self.id = id
         self.owner = owner
-        self.handles = (
-            0  # here, on loan, messages that were read and not decoded yet, Holds that were not sent yet
-        )
+        self.handles = 0  # here, on loan, messages that were read and not decoded yet, Holds that were not sent yet
         self.credits = 0  # to be given back
         self.confirmed = False  # the owner keeps it for us
         self.is_orphan = False  # the owner is gone, or cannot be told of it: no loan would ever be returned
@@ -161,9 +159,7 @@ class References:
                 "shared": len(shared),  # of these: with handles on other workers
                 "credits": sum(sum(credits.values()) for credits in shared),
                 "held": len(self._held),
-                "unconfirmed": sum(
-                    not held.confirmed and held.creation is None for held in self._held.values()
-                ),
+                "unconfirmed": sum(not held.confirmed and held.creation is None for held in self._held.values()),
                 "being_created": sum(_is_being_created(held) for held in self._held.values()),
                 "on_loan": len(self._loans),
             }

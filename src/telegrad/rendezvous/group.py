@@ -38,9 +38,7 @@ _NEVER = "\x00never"
 _LEAVING = 1.0  # seconds that leaving a group may take
 
 
-def open_store(
-    init_method: str, rank: int, world_size: int | None, timeout: float
-) -> tuple[Any, int, int | None]:
+def open_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> tuple[Any, int, int | None]:
     """The store behind an address, with the rank and world size that it names, if it does.
 
     `env://` reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, as torchrun sets them.
@@ -66,9 +64,7 @@ def open_store(
         if not path or not os.path.isdir(os.path.dirname(path) or "."):
             raise RendezvousError(f"init_method {init_method!r}: its directory does not exist")
         return FileStore(path, -1), rank, world_size
-    raise RendezvousError(
-        f"init_method {init_method!r} is not understood; use env://, tcp://HOST:PORT or file:///PATH"
-    )
+    raise RendezvousError(f"init_method {init_method!r} is not understood; use env://, tcp://HOST:PORT or file:///PATH")
 
 
 def _from_query(query: str, rank: int, world_size: int | None) -> tuple[int, int | None]:
@@ -96,9 +92,7 @@ def _open_env(rank: int, world_size: int | None, timeout: float) -> tuple[Any, i
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     # torchrun's own agent serves the store for its workers.
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = PrefixStore(
-            f"telegrad/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", connect_store(host, port, timeout)
-        )
+        store = PrefixStore(f"telegrad/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", connect_store(host, port, timeout))
         return store, rank, world_size
     return _open_tcp(host, port, rank, timeout), rank, world_size
 
@@ -243,9 +237,7 @@ class Group:
         until = self._until(None)
         if self.world_size is not None:
             if not 0 <= rank < self.world_size:
-                raise RendezvousError(
-                    f"rank {rank} is not within world_size {self.world_size}; ranks start at 0"
-                )
+                raise RendezvousError(f"rank {rank} is not within world_size {self.world_size}; ranks start at 0")
             if self._ask(until, lambda store: store.add(f"incarnations/{rank}", 1)) == 1:
                 return rank
         id = int(self._ask(until, lambda store: store.add("ids", 1))) - 1 + (self.world_size or 0)

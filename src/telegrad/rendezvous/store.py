@@ -121,17 +121,13 @@ class StoreClient:
             self._wanted.notify()
         del store  # not under the lock: the end of a store takes a while
         for request in requests:
-            request.error = RendezvousError(
-                "the worker has left its group before the group's store was asked"
-            )
+            request.error = RendezvousError("the worker has left its group before the group's store was asked")
             request.set_done()
 
     # -- the thread ------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        with (
-            critical()
-        ):  # so a finaliser that the collector runs here does not ask the store, and wait for itself
+        with critical():  # so a finaliser that the collector runs here does not ask the store, and wait for itself
             while (request := self._next()) is not None:
                 self._carry_out(request)
                 request.set_done()  # when no frame here refers to the store: its owner may let go of it now

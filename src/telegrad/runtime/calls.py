@@ -193,9 +193,7 @@ class Calls:
         serving = current.current_serving()
         if current.thread.relieve is not None:
             current.thread.relieve()
-        limit = effective_timeout(
-            timeout, self._worker.options.rpc_timeout, serving.deadline if serving else None
-        )
+        limit = effective_timeout(timeout, self._worker.options.rpc_timeout, serving.deadline if serving else None)
         depth = serving.depth + 1 if serving else 1
         peer, connection = self._reach(to, limit)
         name = getattr(body.function, "__qualname__", None) or repr(body.function)
@@ -267,14 +265,10 @@ class Calls:
                 track=self._worker.attach.current() is not None,
             )
             what = "the function" if culprit is None else f"an argument, a {type(culprit).__name__},"
-            return EncodeError(
-                f"{what} of the call of {call.function} on worker {call.peer!r} cannot be sent: {error}"
-            )
+            return EncodeError(f"{what} of the call of {call.function} on worker {call.peer!r} cannot be sent: {error}")
         if isinstance(error, TransportError):
             self._worker.on_lost(call.connection, str(error))
-            return PeerLostError(
-                f"worker {call.peer!r} is gone, the call of {call.function} was not sent: {error}"
-            )
+            return PeerLostError(f"worker {call.peer!r} is gone, the call of {call.function} was not sent: {error}")
         if isinstance(error, TimeoutError) and not isinstance(error, CallTimeoutError):
             late = call.timeout_error()()
             late.add_note(str(error))

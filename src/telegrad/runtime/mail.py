@@ -55,9 +55,7 @@ class Mail:
         self._reader = reader
         self._threads = threads
 
-    def post(
-        self, to: int, envelope: Envelope, body: Any, timeout: float | None, context: Context | None
-    ) -> None:
+    def post(self, to: int, envelope: Envelope, body: Any, timeout: float | None, context: Context | None) -> None:
         """Sends a message that nobody answers.
 
         Raises:
@@ -141,9 +139,7 @@ class Mail:
         error = self._codec.decode_exception(failure, worker)
         if isinstance(error, Exception):
             return error
-        wrapped = RemoteError(
-            f"{type(error).__name__}: {text_of(error)}"
-        )  # a SystemExit there must not end this one
+        wrapped = RemoteError(f"{type(error).__name__}: {text_of(error)}")  # a SystemExit there must not end this one
         wrapped.__cause__ = error.__cause__
         return wrapped
 

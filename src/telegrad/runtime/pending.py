@@ -170,9 +170,7 @@ class PendingCalls:
                 try:
                     self._on_expired(call)
                 except Exception:  # the deadlines of others go on
-                    logger.exception(
-                        "a call of %s on worker %r could not be expired", call.function, call.peer
-                    )
+                    logger.exception("a call of %s on worker %r could not be expired", call.function, call.peer)
         if soonest is not None:
             self.watch(soonest)
 

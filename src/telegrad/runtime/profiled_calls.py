@@ -208,9 +208,7 @@ def run(settings: Settings, worker_id: int, function: Callable[[], Any]) -> Any:
     if profiler_enabled():
         return function()  # this thread has a profile of its own user
     began = time.perf_counter()
-    profile = legacy.profile(
-        record_shapes=settings.shapes, profile_memory=settings.memory, with_flops=settings.flops
-    )
+    profile = legacy.profile(record_shapes=settings.shapes, profile_memory=settings.memory, with_flops=settings.flops)
     active = _thread.active = _Active(settings)
     _enable_legacy(profile.config())
     try:

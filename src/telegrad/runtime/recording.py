@@ -150,9 +150,7 @@ class Recorder:
             recording = self._begin(session, has_joined=False)
         if recording is not None and recording.session.id == session.id:
             kind, peer = KIND_NAMES.get(envelope.kind, "?"), connection.peer.name
-            read = Event(
-                "read", "complete", kind, envelope.id, peer, frames.nbytes, "", envelope.reply_to, opened
-            )
+            read = Event("read", "complete", kind, envelope.id, peer, frames.nbytes, "", envelope.reply_to, opened)
             recording.add(read, time.perf_counter())
 
     def on_receive(self) -> None:
@@ -223,9 +221,7 @@ class Recorder:
 
     def _start_operators(self, recording: _Recording) -> None:
         session = recording.session
-        recording.operators, why = Operators.start(
-            f"{self._worker.group.name}/{session.id}", session.settings
-        )
+        recording.operators, why = Operators.start(f"{self._worker.group.name}/{session.id}", session.settings)
         if why:
             recording.missing = f"its operators are missing: {why}"
 
@@ -283,9 +279,7 @@ class Recorder:
         """A worker is gone: if it was the root, nobody wants the recording any more."""
         recording = self._recording
         if recording is not None and sender_of(recording.session.id) == peer:
-            logger.info(
-                "worker %r: the root of a profile is gone, its recording is dropped", self._worker.name
-            )
+            logger.info("worker %r: the root of a profile is gone, its recording is dropped", self._worker.name)
             self._drop(recording)
 
     def close(self) -> None:

@@ -43,9 +43,7 @@ def why_none(member: Member, host: str, transports: Collection[str]) -> str:
             f"Options(transports=('unix', 'tcp')) on either"
         )
     where = f"worker {name} is on another host, or of another user or container, so only TCP leads there"
-    lacking = [
-        worker for worker, has in ((f"worker {name}", on_it), ("this worker", "tcp" in transports)) if not has
-    ]
+    lacking = [worker for worker, has in ((f"worker {name}", on_it), ("this worker", "tcp" in transports)) if not has]
     return (
         f"{where}, and {' and '.join(lacking)} did not ask for TCP; set Options(tcp_host=ADDRESS, "
         f"insecure_listen_beyond_loopback=True) on {' and '.join(lacking)}, with an address that the other can reach"

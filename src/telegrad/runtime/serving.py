@@ -80,9 +80,7 @@ class Dispatch:
         """How many calls are being served, those that wait for a future included."""
         return len(self._unanswered)
 
-    def on_call(
-        self, connection: Connection, envelope: Envelope, frames: Frames, deadline: float | None
-    ) -> None:
+    def on_call(self, connection: Connection, envelope: Envelope, frames: Frames, deadline: float | None) -> None:
         """Runs the function of a call and answers it."""
         if self._closed:
             return
@@ -258,9 +256,7 @@ class Dispatch:
                 if call.profiled is not None:
                     self._submit(lambda: self._open_creation(call))
                 else:
-                    call.frames = (
-                        None  # of a creation's answer nothing is needed, and its handle keeps the call
-                    )
+                    call.frames = None  # of a creation's answer nothing is needed, and its handle keeps the call
             call.set_done()  # its caller, who waits, decodes the answer itself
         elif may_run_callbacks or not future.has_callbacks:
             self._complete_future(call)

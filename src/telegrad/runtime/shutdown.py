@@ -18,9 +18,7 @@ from ..primitives import clock
 from ..rendezvous.group import Group, poll_until
 from ..rendezvous.store import Deadline
 
-_LEAST = (
-    1.0  # seconds that the store has for an answer: the time limit of a shutdown is for the other workers
-)
+_LEAST = 1.0  # seconds that the store has for an answer: the time limit of a shutdown is for the other workers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,7 @@ class Threads:
         self._poller = poller
         self._idle_timeout = idle_timeout
         self._on_start = on_start  # runs first on each thread
-        self._on_idle = (
-            on_idle  # runs now and then while there is nothing else to do; quick, and never raises
-        )
+        self._on_idle = on_idle  # runs now and then while there is nothing else to do; quick, and never raises
         self._tasks: deque[Task] = deque()  # appended and taken on any thread; its operations are atomic
         self._lock = threading.Lock()  # guards all below
         self._idle = 0  # threads that wait for something to do, or are about to
@@ -75,9 +73,7 @@ class Threads:
         if self._closed:
             return
         self._started += 1
-        thread = threading.Thread(
-            target=self._run, name=f"telegrad-{self._name}-{self._started}", daemon=True
-        )
+        thread = threading.Thread(target=self._run, name=f"telegrad-{self._name}-{self._started}", daemon=True)
         # Not yet idle, but on its way: counted before it runs, or every busy thread would start another one.
         self._threads.add(thread)
         self._idle += 1
@@ -100,9 +96,7 @@ class Threads:
                     self._attempt(task)
                     del task  # what it holds must not live until the next one comes
                 found = None
-        except (
-            BaseException
-        ):  # tasks raise nothing; it came while the thread waited for one, and counted as idle
+        except BaseException:  # tasks raise nothing; it came while the thread waited for one, and counted as idle
             with self._lock:
                 self._idle -= 1
             logger.exception("a thread of worker %r has ended", self._name)
@@ -115,11 +109,7 @@ class Threads:
         """The next things to do; None if this thread should end. Counted as idle when called; when it returns, not."""
         idle_since = clock.now()
         while True:
-            found = (
-                None
-                if self._closed
-                else self._take() or self._poller.poll(self._idle_timeout) or self._take()
-            )
+            found = None if self._closed else self._take() or self._poller.poll(self._idle_timeout) or self._take()
             with self._lock:
                 if found or self._closed:
                     self._idle -= 1

@@ -30,9 +30,7 @@ class Names:
 
     def __init__(self) -> None:
         # Only single operations on these, which are atomic; what is lost in a race is looked up again.
-        self._by_id: dict[
-            int, _Named
-        ] = {}  # the id of a function, not itself: a metaclass may define equality
+        self._by_id: dict[int, _Named] = {}  # the id of a function, not itself: a metaclass may define equality
         self._by_name: dict[bytes, _Named] = {}
 
     def name_of(self, function: Any, *, same_main: bool) -> bytes:

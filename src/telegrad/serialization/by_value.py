@@ -131,9 +131,7 @@ class Namespaces:
         self._lock = threading.RLock()  # guards the writing of all below; see Note [finalisers]
         self._own: dict[str, Namespace] = {}  # by module
         self._kept: dict[tuple[int, str], _Kept] = {}  # by origin and module
-        self._received: weakref.WeakValueDictionary[tuple[int, str], Namespace] = (
-            weakref.WeakValueDictionary()
-        )
+        self._received: weakref.WeakValueDictionary[tuple[int, str], Namespace] = weakref.WeakValueDictionary()
         self._lost: set[int] = set()  # workers for which nothing is kept any more
 
     def find(self, origin: int, module: str) -> Namespace | None:
@@ -329,11 +327,7 @@ class ByValuePickler(cloudpickle.Pickler):
         if is_definition(obj) and is_by_value(obj):  # cloudpickle would import it from __mp_main__
             if type(obj) is CachedFunction:
                 return _make_cached, (obj.__wrapped__, obj.cache_parameters(), dict(obj.__dict__))
-            return (
-                self._dynamic_class_reduce(obj)
-                if isinstance(obj, type)
-                else self._dynamic_function_reduce(obj)
-            )
+            return self._dynamic_class_reduce(obj) if isinstance(obj, type) else self._dynamic_function_reduce(obj)
         reduced = super().reducer_override(obj)
         if isinstance(reduced, tuple) and reduced[-1] is _cloudpickle._class_setstate:
             return self._dynamic_class_reduce(obj)

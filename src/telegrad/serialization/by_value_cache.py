@@ -47,9 +47,7 @@ _SMALL = 1 << 20  # bytes; a larger definition is pickled again for each callee,
 class Definition:
     """A function or class as it was when it got its number."""
 
-    def __init__(
-        self, obj: Any, owner: int, number: int, origin: int, made_of: Dependencies, blob: bytes
-    ) -> None:
+    def __init__(self, obj: Any, owner: int, number: int, origin: int, made_of: Dependencies, blob: bytes) -> None:
         self.obj = obj
         self.number = number
         self.origin = origin
@@ -280,6 +278,4 @@ class Definitions:
                 if owner in self.lost
                 else f"it was defined anew {_VERSIONS_KEPT} times before this call of it was run"
             )
-            raise DecodeError(
-                f"definition {number} of worker {owner} is not known here any more; {why}"
-            ) from None
+            raise DecodeError(f"definition {number} of worker {owner} is not known here any more; {why}") from None

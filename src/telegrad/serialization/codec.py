@@ -67,9 +67,7 @@ from .torch_objects import is_named_by_torch, reduce_named_by_torch
 _encode_envelope = msgspec.msgpack.Encoder().encode
 _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 
-Control = (
-    Begin | Done | End | Release | Hold | Drop | Return
-)  # with no tensors in them, and nothing of users'
+Control = Begin | Done | End | Release | Hold | Drop | Return  # with no tensors in them, and nothing of users'
 Body = Call | Reply | Failure | Gradients | Control
 BODIES: dict[int, type[Call | Reply | Failure]] = {Kind.CALL: Call, Kind.REPLY: Reply, Kind.FAILURE: Failure}
 _encode_control = msgspec.msgpack.Encoder().encode
@@ -125,9 +123,7 @@ class Codec:
         self._namespaces = Namespaces(worker_id)
         self._definitions = Definitions(self._namespaces, self._dump_definition)
         self.unanswered = self._definitions.unanswered  # not empty: tell `on_answer` of answers
-        self.handle: Callable[[int, int], Any] = (
-            _no_handle  # the worker, and its entry for a handle that came
-        )
+        self.handle: Callable[[int, int], Any] = _no_handle  # the worker, and its entry for a handle that came
 
     def pack(self, envelope: Envelope, body: Body, peer: Hello, *, track: bool = False) -> Packed:
         """A body as bytes; with `track`, also the tensors in it that require grad.
@@ -289,9 +285,7 @@ class Codec:
         """The first of the values that cannot be pickled, for an error message; None if all can."""
         for value in values:
             try:
-                self._dump(
-                    (value,), Outgoing(peer.id, peer.main != "" and peer.main == self._main, track=track)
-                )
+                self._dump((value,), Outgoing(peer.id, peer.main != "" and peer.main == self._main, track=track))
             except BaseException as error:
                 if is_interrupt(error):
                     raise
@@ -306,9 +300,7 @@ class Codec:
         pickled = _FLAT_BYTE + pickle.dumps(flat, 5, buffer_callback=buffers.append)
         return pickled, [buffer.raw() for buffer in buffers] if buffers else ()
 
-    def _dump_nested(
-        self, values: Any, message: Outgoing, *, in_band: bool
-    ) -> tuple[bytes, Sequence[Buffer]]:
+    def _dump_nested(self, values: Any, message: Outgoing, *, in_band: bool) -> tuple[bytes, Sequence[Buffer]]:
         buffers: list[Buffer] = []
         on_buffer = None if in_band else _beside(buffers)
         pickled = self._pickle(values, message, buffers, on_buffer)
@@ -444,9 +436,7 @@ def _beside(buffers: list[Buffer]) -> Callable[[pickle.PickleBuffer], bool]:
 class _Pickler(pickle.Pickler):
     """The plain pickler. `reduce` has the first word about every object."""
 
-    def __init__(
-        self, file: io.BytesIO, on_buffer: Callable[[Any], Any] | None, reduce: Callable[[Any], Any]
-    ) -> None:
+    def __init__(self, file: io.BytesIO, on_buffer: Callable[[Any], Any] | None, reduce: Callable[[Any], Any]) -> None:
         super().__init__(file, 5, buffer_callback=on_buffer)
         self.reducer_override = reduce  # type: ignore[method-assign]
 

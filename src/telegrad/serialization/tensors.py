@@ -234,9 +234,7 @@ def _have_device(name: str) -> bool:
     return (device.index or 0) < torch.accelerator.device_count()
 
 
-def _rebuild_subclass(
-    kind: type[torch.Tensor], plain: torch.Tensor, requires_grad: bool, state: Any
-) -> torch.Tensor:
+def _rebuild_subclass(kind: type[torch.Tensor], plain: torch.Tensor, requires_grad: bool, state: Any) -> torch.Tensor:
     if kind is torch.Tensor:
         tensor = plain.requires_grad_() if requires_grad else plain
     else:

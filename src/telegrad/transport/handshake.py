@@ -45,9 +45,7 @@ def greet(sock: socket.socket, hello: Hello, address: str, timeout: float) -> He
             kind = CrossingError if is_crossing else ConnectError
             raise kind(f"the worker at {address} refuses the connection: {reason}")
         if answer.id != hello.to and hello.to >= 0:
-            raise ConnectError(
-                f"worker {answer.name!r} with id {answer.id} answers at {address}, not id {hello.to}"
-            )
+            raise ConnectError(f"worker {answer.name!r} with id {answer.id} answers at {address}, not id {hello.to}")
         _send(sock, b"", deadline)
     except (VersionError, ConnectError):
         raise
@@ -98,9 +96,7 @@ def _receive(sock: socket.socket, deadline: float) -> bytes:
     magic, version, length = GREETING.unpack(_receive_exactly(sock, GREETING.size, deadline))
     if magic != GREETING_MAGIC or length > MAX_GREETING:
         raise ProtocolError(f"a connection starts with {magic!r}, not with {GREETING_MAGIC!r}")
-    payload = _receive_exactly(
-        sock, length, deadline
-    )  # of another version too: who closes unread bytes resets
+    payload = _receive_exactly(sock, length, deadline)  # of another version too: who closes unread bytes resets
     if version != WIRE_VERSION:
         raise VersionError(
             f"the peer speaks wire version {version}, this worker version {WIRE_VERSION}: "

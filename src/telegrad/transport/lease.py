@@ -63,9 +63,7 @@ class ReadLease:
         self.on_readable: Callable[[], None] = self.release
         self.max_spin = spin if (os.cpu_count() or 1) > 1 else 0.0
         self._poller = poller
-        self._lock = (
-            threading.Lock()
-        )  # the lease itself: guards receive() of all connections, and the two below
+        self._lock = threading.Lock()  # the lease itself: guards receive() of all connections, and the two below
         self._lively = True  # the last message followed the one before it closely
         self._last = 0.0
         self._no_spin_until = 0.0

@@ -141,9 +141,7 @@ class StreamConnection(Connection):
         """The bytes of a message; the write lock is held."""
         return in_pieces(frames.header, frames.buffers, nbytes)
 
-    def _wait_for_write_lock(
-        self, timeout: float | None, before_waiting: Callable[[], None] | None
-    ) -> float | None:
+    def _wait_for_write_lock(self, timeout: float | None, before_waiting: Callable[[], None] | None) -> float | None:
         """Takes the lock that somebody else holds; what is left of the time then."""
         if before_waiting is not None:
             before_waiting()
@@ -394,9 +392,7 @@ class StreamConnection(Connection):
 
     def statistics(self) -> ConnectionStatistics:
         reader = self._reader
-        return ConnectionStatistics(
-            self.transport, self._messages_out, reader.messages, self._bytes_out, reader.nbytes
-        )
+        return ConnectionStatistics(self.transport, self._messages_out, reader.messages, self._bytes_out, reader.nbytes)
 
 
 def _behind(pieces: list[Buffer], sent: int) -> list[Buffer]:

@@ -51,9 +51,7 @@ class UnixConnection(StreamConnection):
         self._warned = False
         self._mappings = Mappings()  # guarded by the lease
         self._descriptors: list[int] = []  # received, not yet claimed by a message; guarded by the lease
-        self._words: list[
-            int
-        ] = []  # segments to be forgotten, in the message being written; under the write lock
+        self._words: list[int] = []  # segments to be forgotten, in the message being written; under the write lock
         super().__init__(sock, peer, lease, options)
 
     def _make_reader(self) -> FrameReader:
@@ -96,9 +94,7 @@ class UnixConnection(StreamConnection):
             raise
         return segment
 
-    def _wait_for_room(
-        self, nbytes: int, deadline: float | None, before_waiting: Callable[[], None] | None
-    ) -> None:
+    def _wait_for_room(self, nbytes: int, deadline: float | None, before_waiting: Callable[[], None] | None) -> None:
         """Waits while the peer has too much to read: the socket alone holds thousands of messages whose bytes
         lie elsewhere. The peer says nothing when it reads, so we look now and then."""
         if before_waiting is not None:

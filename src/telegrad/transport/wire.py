@@ -205,9 +205,7 @@ class FrameReader:
         if self._end - start < head:
             return False
         at = start + _PREFIX_SIZE
-        lengths = (
-            _LENGTH.unpack_from(inbox, at) if count == 1 else struct.unpack_from(f"<{count}Q", inbox, at)
-        )
+        lengths = _LENGTH.unpack_from(inbox, at) if count == 1 else struct.unpack_from(f"<{count}Q", inbox, at)
         at += 8 * count
         if lane == SHARED or type_ == FORGET:
             self._start = start + head
@@ -324,9 +322,7 @@ def _memories_of(lengths: Sequence[int], memory: memoryview) -> Iterator[Buffer]
             yield bytearray(length)
 
 
-def _bad_prefix(
-    magic: bytes, type_: int, lane: int, count: int, header: int, body: int, limit: int
-) -> ProtocolError:
+def _bad_prefix(magic: bytes, type_: int, lane: int, count: int, header: int, body: int, limit: int) -> ProtocolError:
     if magic != MAGIC or type_ > FORGET or lane > SHARED:
         return ProtocolError(f"a frame starts with {magic!r}, type {type_}, lane {lane}; not one of ours")
     return ProtocolError(

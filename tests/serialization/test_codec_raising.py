@@ -67,10 +67,7 @@ class TestOnAThreadOfTheWorker:
     def test_encoding(self, link, kind):
         with pytest.raises(EncodeError, match=f"{kind.__name__}: out of users' code"):
             answer(link, Bad(kind, "pickled"))
-        assert (
-            link.far.codec.first_unsendable([1, bad := Bad(kind, "pickled")], link.near.hello, track=False)
-            is bad
-        )
+        assert link.far.codec.first_unsendable([1, bad := Bad(kind, "pickled")], link.near.hello, track=False) is bad
 
     def test_decoding(self, link, kind):
         envelope, frames = answer(link, Bad(kind, "unpickled"))
@@ -108,9 +105,7 @@ class TestCtrlC:
         envelope, frames = answer(link, Bad(KeyboardInterrupt, "unpickled"))
         with pytest.raises(KeyboardInterrupt):
             link.near.codec.decode(envelope, frames)
-        failure = link.far.codec.encode_exception(
-            BadError(KeyboardInterrupt, "unpickled"), "", link.near.hello
-        )
+        failure = link.far.codec.encode_exception(BadError(KeyboardInterrupt, "unpickled"), "", link.near.hello)
         with pytest.raises(KeyboardInterrupt):
             link.near.codec.decode_exception(failure, "a")
 
@@ -161,9 +156,7 @@ def fail(kind: type[BaseException], when: str) -> None:
     raise BadError(kind, when)
 
 
-@pytest.mark.parametrize(
-    "kind", [SystemExit, GeneratorExit]
-)  # an interrupt may be decoded by the main thread
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit])  # an interrupt may be decoded by the main thread
 def test_calls_go_on_after_answers_that_cannot_be_had(pair, kind):
     with pytest.raises(EncodeError, match=kind.__name__):
         rpc.rpc_async("a", give, args=(kind, "pickled")).wait()

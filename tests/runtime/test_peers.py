@@ -136,9 +136,7 @@ def test_a_lost_incarnation_is_not_reached_dialled_or_looked_up():
     here.peers.drop(connection)
     asked, dialled = here.group.asked, len(here.transport.dialled)
     for to in (3, here.group.members_by[3], here.group.members_by[3]):
-        with pytest.raises(
-            errors.PeerLostError, match=r"worker 'w3' \(id 3\) is gone: this worker has lost its"
-        ):
+        with pytest.raises(errors.PeerLostError, match=r"worker 'w3' \(id 3\) is gone: this worker has lost its"):
             here.peers.reach(to, PATIENCE)
     assert (here.group.asked, len(here.transport.dialled)) == (asked, dialled)
     with pytest.raises(errors.PeerLostError, match="start it again to get a new id"):
@@ -335,9 +333,7 @@ def test_threads_that_want_a_peer_dial_once():
 
     here.transport.dials.append(hold)
     found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(here.peers.reach(2, PATIENCE)[1])) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: found.append(here.peers.reach(2, PATIENCE)[1])) for _ in range(4)]
     for thread in threads:
         thread.start()
     assert entered.wait(PATIENCE)

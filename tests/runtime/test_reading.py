@@ -70,9 +70,7 @@ class Play:
         return self.world.lines
 
 
-def check(
-    monkeypatch, setup: Callable[[Play], Callable[[], None]], *, threads: int = 4, two: int = 150
-) -> int:
+def check(monkeypatch, setup: Callable[[Play], Callable[[], None]], *, threads: int = 4, two: int = 150) -> int:
     """Runs a play in all orders; `setup` prepares it and gives what must hold at its end."""
     runs = 0
 

@@ -464,7 +464,5 @@ def test_the_limit_does_not_block_nested_calls(transport, server):
     """driver -> a -> driver -> a ...: each depth has its own allowance, so a full window cannot deadlock."""
     options = telegrad.Options(peer_byte_limit=4096)
     with telegrad.LocalCluster(["a"], transport=transport, server=server, options=options):
-        futures = [
-            rpc.rpc_async("a", ping_pong, args=(4, "a", "driver"), timeout=PATIENCE) for _ in range(20)
-        ]
+        futures = [rpc.rpc_async("a", ping_pong, args=(4, "a", "driver"), timeout=PATIENCE) for _ in range(20)]
         assert torch.futures.wait_all(futures) == [4] * 20

@@ -70,8 +70,6 @@ PROGRAM = """
 
 
 def test_calls_break_the_graph() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, timeout=120
-    )
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "done\n"

@@ -108,12 +108,8 @@ def test_a_callback_behind_collect_all_may_call_while_a_pass_reads(transport, se
             rpc.rpc_sync("b", close_gate)
             future = rpc.rpc_async("b", wait_at_gate, args=(1,))
             collected = torch.futures.collect_all([future])
-            after = collected.then(
-                lambda _: called.append(rpc.rpc_sync("b", echo, args=(7,), timeout=PATIENCE))
-            )
-            y.register_hook(
-                lambda grad: rpc.rpc_sync("b", open_gate)
-            )  # so that its answer comes during the pass
+            after = collected.then(lambda _: called.append(rpc.rpc_sync("b", echo, args=(7,), timeout=PATIENCE)))
+            y.register_hook(lambda grad: rpc.rpc_sync("b", open_gate))  # so that its answer comes during the pass
             began = time.monotonic()
             autograd.backward(context_id, [y.sum()])
             after.wait()
@@ -149,9 +145,7 @@ class Finaliser:
         return self.trace
 
     def run(self, program: Callable[[], None]) -> None:
-        threading.settrace_all_threads(self.trace) if sys.version_info >= (3, 12) else threading.settrace(
-            self.trace
-        )
+        threading.settrace_all_threads(self.trace) if sys.version_info >= (3, 12) else threading.settrace(self.trace)
         sys.settrace(self.trace)
         try:
             program()
@@ -266,9 +260,7 @@ with telegrad.LocalCluster(["a"], transport="{transport}") as cluster:
         print("survived")
     lease.release()
 """
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False
-    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
     assert (found.returncode, found.stdout) == (0, "survived\n"), found.stderr
 
 

@@ -22,9 +22,7 @@ assert not for_the_command_line & set(sys.modules), for_the_command_line & set(s
 
 def test_importing_runs_no_backward_and_imports_nothing_of_the_command_line() -> None:
     """torch's engine starts threads, and CUDA, when it is first used; the fork server imports telegrad and forks."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -24,9 +24,7 @@ class End:
         self.codec = Codec(self.id, self.main)
         self.hello = Hello("group", self.id, f"worker {self.id}", main=self.main)
 
-    def encode(
-        self, to: End, kind: Kind, body: Any, *, id: int = 0, reply_to: int = 0
-    ) -> tuple[Envelope, Frames]:
+    def encode(self, to: End, kind: Kind, body: Any, *, id: int = 0, reply_to: int = 0) -> tuple[Envelope, Frames]:
         envelope = Envelope(kind, (self.id << COUNTER_BITS) + id, reply_to)
         return envelope, arrived(encoded(self.codec, envelope, body, to.hello))
 

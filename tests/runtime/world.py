@@ -74,9 +74,7 @@ class World:
         self.lines = 0  # that were run
         self.now = 1000.0
         self.dead: DeadlockError | None = None
-        self.at_line: Callable[[int, str], None] | None = (
-            None  # gets each line's number, and its thread's name
-        )
+        self.at_line: Callable[[int, str], None] | None = None  # gets each line's number, and its thread's name
         self._fds = itertools.count(100)
         self.epolls: list[Epoll] = []
         self.counts: dict[int, int] = {}  # of eventfds
@@ -122,9 +120,7 @@ class World:
                 self._hand_to(me, others[choice % len(others)])
 
     def _can_go_on(self, thread: _Thread) -> bool:
-        return not thread.ended and (
-            thread.blocked is None or thread.blocked() or thread.deadline <= self.now
-        )
+        return not thread.ended and (thread.blocked is None or thread.blocked() or thread.deadline <= self.now)
 
     def _hand_to(self, me: _Thread, other: _Thread) -> None:
         if other is not me:
@@ -183,9 +179,7 @@ class World:
             Lock=lambda: Lock(self), RLock=threading.RLock, Thread=partial(NewThread, self),
             current_thread=lambda: self._mine.current.made, get_ident=lambda: id(self._mine.current),
         )  # fmt: skip
-        epoll = SimpleNamespace(
-            epoll=lambda: Epoll(self), EPOLLIN=select.EPOLLIN, EPOLLRDHUP=select.EPOLLRDHUP
-        )
+        epoll = SimpleNamespace(epoll=lambda: Epoll(self), EPOLLIN=select.EPOLLIN, EPOLLRDHUP=select.EPOLLRDHUP)
         system = SimpleNamespace(
             eventfd=self._eventfd, eventfd_write=self._write, eventfd_read=self._read, close=lambda fd: None,
             cpu_count=lambda: 1, EFD_NONBLOCK=0, EFD_CLOEXEC=0, sched_yield=lambda: None,

@@ -50,9 +50,7 @@ values = st.recursive(
     ),
     max_leaves=10,
 )
-ROUND_TRIPS = settings(
-    deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+ROUND_TRIPS = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @ROUND_TRIPS
@@ -60,18 +58,14 @@ ROUND_TRIPS = settings(
 def test_values_arrive_as_they_were(link, args, kwargs):
     envelope, frames = link.send(print, *args)
     assert exactly(link.far.codec.decode(envelope, frames).args) == exactly(tuple(args))
-    envelope, frames = link.near.encode(
-        link.far, Kind.CALL, telegrad.messages.Call(print, tuple(args), kwargs or None)
-    )
+    envelope, frames = link.near.encode(link.far, Kind.CALL, telegrad.messages.Call(print, tuple(args), kwargs or None))
     found = link.far.codec.decode(envelope, frames)
     assert exactly(found.args) == exactly(tuple(args))
     assert exactly(found.kwargs or {}) == exactly(kwargs)
 
 
 @ROUND_TRIPS
-@given(
-    shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=4), nested=st.booleans(), other=values
-)
+@given(shapes=st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=4), nested=st.booleans(), other=values)
 def test_values_with_tensors_arrive_as_they_were(link, shapes, nested, other):
     tensors = [torch.rand(shape) for shape in shapes]
     args = [[*tensors], other] if nested else [*tensors, other]
@@ -301,9 +295,7 @@ def test_an_argument_that_cannot_be_sent_is_named(cluster):
     for value in (Locked(), Refuses(), [Locked()]):
         kind = type(value).__name__
         for args, kwargs in (((torch.ones(2), value), {}), ((1,), {"b": value})):
-            with pytest.raises(
-                EncodeError, match=rf"an argument, a {kind}, of the call of add on worker 'a'"
-            ):
+            with pytest.raises(EncodeError, match=rf"an argument, a {kind}, of the call of add on worker 'a'"):
                 rpc.rpc_sync("a", add, args=args, kwargs=kwargs)
     lock = threading.Lock()
     with pytest.raises(EncodeError, match="the function of the call of .*lambda"):
@@ -325,10 +317,7 @@ def test_finding_the_culprit_copies_nothing(link):
     large = torch.empty(1 << 24)
     tracemalloc.start()
     try:
-        assert (
-            type(link.near.codec.first_unsendable([large, [large], Locked()], link.far.hello, track=False))
-            is Locked
-        )
+        assert type(link.near.codec.first_unsendable([large, [large], Locked()], link.far.hello, track=False)) is Locked
         assert link.near.codec.first_unsendable([large], link.far.hello, track=False) is None
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
@@ -356,9 +345,7 @@ def give_explosive() -> Any:
 def test_a_message_that_cannot_be_rebuilt(cluster):
     with pytest.raises(DecodeError, match=r"the call cannot be rebuilt there: ValueError: boom"):
         rpc.rpc_sync("a", add, args=(Explosive(),))
-    with pytest.raises(
-        DecodeError, match=r"the answer of worker 'a' to the call of give_explosive.*ValueError: boom"
-    ):
+    with pytest.raises(DecodeError, match=r"the answer of worker 'a' to the call of give_explosive.*ValueError: boom"):
         rpc.rpc_sync("a", give_explosive)
     with pytest.raises(DecodeError, match="boom"):
         rpc.rpc_async("a", give_explosive).wait()

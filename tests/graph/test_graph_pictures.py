@@ -35,9 +35,7 @@ from telegrad.graph import (
 from telegrad.graph.folding import DETAILS, Picture, fold
 from telegrad.messages import COUNTER_BITS
 
-needs_dot = pytest.mark.skipif(
-    shutil.which("dot") is None, reason="graphviz's program `dot` is not on this machine"
-)
+needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz's program `dot` is not on this machine")
 RED, GREY, BLUE = "#d1242f", "#b6bcc4", "#0b62c4"
 
 
@@ -60,9 +58,7 @@ class Maker:
         return self.add(Operation(worker_id=worker, name=name, shape=(2, 3), active=active), *used)
 
     def leaf(self, worker: int, *shape: int, active: bool | None = None) -> int:
-        return self.add(
-            Leaf(worker_id=worker, name="leaf", shape=shape, dtype="float32", nbytes=400, active=active)
-        )
+        return self.add(Leaf(worker_id=worker, name="leaf", shape=shape, dtype="float32", nbytes=400, active=active))
 
     def root(self, worker: int, *used: int) -> int:
         return self.add(Root(worker_id=worker, name="root 0", shape=(), active=True), *used)
@@ -212,11 +208,7 @@ def test_a_block_is_what_is_between_the_same_messages():
         place = make.operation(1, "MmBackward0", place, make.operation(1, "TBackward0", weight))
     make.send(place, 0)
     picture = fold(make.graph(), "blocks")
-    of_b = [
-        Counter(n.name for n in item.nodes)
-        for item in picture.items
-        if item.worker_id == 1 and not item.is_recv
-    ]
+    of_b = [Counter(n.name for n in item.nodes) for item in picture.items if item.worker_id == 1 and not item.is_recv]
     assert of_b == [
         {"leaf": 2, "TBackward0": 2, "MmBackward0": 2},
         {"leaf": 2, "TBackward0": 2, "MmBackward0": 2, "AddBackward0": 1},
@@ -240,9 +232,7 @@ def test_blocks_of_random_graphs_come_one_after_the_other(seed):
 def random_graph(seed: int) -> Graph:
     rng = random.Random(seed)
     make = Maker("a", "b", "c")
-    there: dict[int, list[int]] = {
-        worker: [make.leaf(worker, 2), make.leaf(worker, 3)] for worker in range(3)
-    }
+    there: dict[int, list[int]] = {worker: [make.leaf(worker, 2), make.leaf(worker, 3)] for worker in range(3)}
     for _ in range(60):
         worker = rng.randrange(3)
         if rng.random() < 0.25:
@@ -250,9 +240,7 @@ def random_graph(seed: int) -> Graph:
             there[to].append(make.send(rng.choice(there[worker]), to))
         else:
             used = {rng.choice(there[worker]) for _ in range(rng.randint(1, 3))}
-            there[worker].append(
-                make.operation(worker, rng.choice(["MulBackward0", "AddBackward0"]), *sorted(used))
-            )
+            there[worker].append(make.operation(worker, rng.choice(["MulBackward0", "AddBackward0"]), *sorted(used)))
     return make.graph()
 
 
@@ -266,9 +254,7 @@ def a_large_graph() -> Graph:
         for stage in range(1, 8):
             place = make.send(place, stage)
             for weight in weights[stage]:
-                place = make.operation(
-                    stage, "MmBackward0", place, make.operation(stage, "TBackward0", weight)
-                )
+                place = make.operation(stage, "MmBackward0", place, make.operation(stage, "TBackward0", weight))
                 place = make.operation(stage, "ReluBackward0", place)
         results.append(make.operation(0, "MeanBackward0", make.send(place, 0)))
     make.root(0, make.operation(0, "StackBackward0", *results))
@@ -319,9 +305,7 @@ def test_arrows_have_sizes_and_dtypes_and_unused_ones_are_grey():
     assert "m1 (2, 3) float16, 12 B" in re.sub(r"\s+", " ", text_of(sent["m1"]))
     assert BLUE in sent["m1"] and "solid" in sent["m1"]
     assert GREY in sent["m2"] and "dashed" in sent["m2"]
-    recvs = [
-        look for item, look in attributes.items() if item in boxes["cluster_1"] and "Recv" in text_of(look)
-    ]
+    recvs = [look for item, look in attributes.items() if item in boxes["cluster_1"] and "Recv" in text_of(look)]
     assert sorted(GREY in look for look in recvs) == [False, True]
     assert "message 2 to 'b'" in sent["m2"], "the tooltip has the whole id"
 
@@ -332,9 +316,7 @@ def stuck(*, over: bool = False) -> Graph:
     x = make.leaf(0, 2, active=True)
     make.send(x, 1, active=True, awaited=True)
     make.send(x, 1, active=True)
-    return make.graph(
-        PartState(0, 9, (1, 2), (Awaited(1, 1),), is_over=over), PartState(1, 9, (), (), is_over=over)
-    )
+    return make.graph(PartState(0, 9, (1, 2), (Awaited(1, 1),), is_over=over), PartState(1, 9, (), (), is_over=over))
 
 
 def test_what_is_awaited_is_red():
@@ -484,9 +466,7 @@ def check_html(text: str) -> None:
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_a_picture_needs_the_program(small, no_dot, tmp_path: Path, suffix):
-    with pytest.raises(
-        errors.DrawingError, match=f"as {suffix} by graphviz's program `dot`.*apt install graphviz"
-    ):
+    with pytest.raises(errors.DrawingError, match=f"as {suffix} by graphviz's program `dot`.*apt install graphviz"):
         small.save(tmp_path / f"graph.{suffix}")
     assert not (tmp_path / f"graph.{suffix}").exists()
 

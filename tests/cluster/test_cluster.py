@@ -52,9 +52,7 @@ def large(size: int) -> torch.Tensor:
 def start_script(tmp_path: Path, text: str) -> subprocess.Popen:
     script = tmp_path / "script.py"
     script.write_text(text)
-    return subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
@@ -66,9 +64,7 @@ def test_a_killed_peer_fails_everything_pending_on_it_at_once(server, transport)
         began = time.monotonic()
         os.kill(cluster.pids["a"], signal.SIGKILL)
         for future in futures:
-            with pytest.raises(
-                errors.PeerLostError, match=r"worker 'a' is gone, with the call of hold unanswered"
-            ):
+            with pytest.raises(errors.PeerLostError, match=r"worker 'a' is gone, with the call of hold unanswered"):
                 future.wait()
         assert time.monotonic() - began < 1
         with pytest.raises(errors.PeerLostError, match="worker 'a'"):

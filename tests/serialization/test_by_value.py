@@ -425,9 +425,7 @@ def test_a_global_that_cannot_be_sent_is_named(link, script):
 
 
 def test_nothing_is_kept_of_local_classes(link, script):
-    redefine(
-        script, "def local():\n    class Local:\n        def me(self): return __class__\n    return Local"
-    )
+    redefine(script, "def local():\n    class Local:\n        def me(self): return __class__\n    return Local")
     cls = script.local()
     assert link.carry(cls)[0] is cls
     alive = weakref.ref(cls)
@@ -515,9 +513,7 @@ def tables(end: End) -> dict[str, int]:
     }
 
 
-NOTHING = dict.fromkeys(
-    ("received", "versions", "current", "known to others", "unanswered", "namespaces", "alive"), 0
-)
+NOTHING = dict.fromkeys(("received", "versions", "current", "known to others", "unanswered", "namespaces", "alive"), 0)
 
 
 def test_what_a_gone_worker_has_sent_is_forgotten(link, script):
