@@ -52,12 +52,11 @@ from .runtime.shutdown import Retirement
 from .runtime.threads import Threads
 from .serialization.by_value import main_script
 from .serialization.codec import Body, Codec
-from .transport.base import Connection, ConnectionStatistics, Frames, Transport
-from .transport.inproc import Hub, InprocTransport, loopback
+from .transport.base import Connection, ConnectionStatistics, Frames
+from .transport.inproc import Hub, loopback
 from .transport.lease import ReadLease
 from .transport.poller import Poller
-from .transport.tcp import TcpTransport
-from .transport.unix import UnixTransport
+from .transport.registry import make_transports
 
 
 @dataclass(frozen=True)
@@ -120,13 +119,7 @@ class Worker:
             receive=self.receive, on_expired=self._on_expired, on_lost=self.on_lost, on_marked=self.recorder.on_read,
             merge=self.attach.merge, arrive=self.references.incoming, on_control=self._on_control,
         )  # fmt: skip
-        transports: list[Transport] = []
-        if hub is not None:
-            transports.append(InprocTransport(hub, self._lease, options))
-        if "unix" in options.transports and hub is None:
-            transports.append(UnixTransport(self._poller, self._lease, options))
-        if "tcp" in options.transports and hub is None:
-            transports.append(TcpTransport(self._poller, self._lease, options))
+        transports = make_transports(hub, self._poller, self._lease, options)
         self._peers = Peers(hello, member.host, group, transports, options, lambda connection: connection.open())
         self._calls = Calls(self, self._codec, self._peers, self._pending, self._reader, self._dispatch, self._threads)
         mail = Mail(self, self._codec, self._peers, self._reader, self._threads)

@@ -19,7 +19,7 @@ from telegrad.cli.observer import Observer
 from telegrad.messages import Member
 from telegrad.rendezvous.group import Group, connect_store, serve_store
 from telegrad.runtime.routes import addresses_to_dial, why_none
-from telegrad.transport import tcp
+from telegrad.transport import listening
 from telegrad.worker import Worker
 
 PATIENCE = 30.0
@@ -145,7 +145,7 @@ def poisoned(worker: Worker, host: str, address: str) -> Iterator[None]:
 @pytest.mark.parametrize("near", [True, False])
 @pytest.mark.parametrize("transports", [("unix",), ("unix", "tcp")])
 def test_a_poisoned_entry_is_not_dialled(near, transports, monkeypatch):
-    monkeypatch.setattr(tcp, "connect_socket", lambda *_: pytest.fail("a stranger was dialled"))
+    monkeypatch.setattr(listening, "connect_socket", lambda *_: pytest.fail("a stranger was dialled"))
     worker = Worker.start("w", Group(HashStore(), None, PATIENCE), telegrad.Options(transports=transports))
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         address = f"tcp://127.0.0.1:{stranger.getsockname()[1]}"

@@ -50,19 +50,19 @@ class Two(metaclass=Odd):
 @pytest.mark.parametrize(
     ("obj", "name"),
     [
-        (function, "test_names:function"),
-        (Outer, "test_names:Outer"),
-        (Outer.Inner, "test_names:Outer.Inner"),
-        (Outer.Inner.deep, "test_names:Outer.Inner.deep"),
-        (cached, "test_names:cached"),
+        (function, "test_by_name:function"),
+        (Outer, "test_by_name:Outer"),
+        (Outer.Inner, "test_by_name:Outer.Inner"),
+        (Outer.Inner.deep, "test_by_name:Outer.Inner.deep"),
+        (cached, "test_by_name:cached"),
         (abs, "builtins:abs"),
         (int, "builtins:int"),
         (torch.add, "torch:add"),
         (torch.nn.functional.relu, "torch.nn.functional:relu"),
         (torch.Tensor, "torch:Tensor"),
         (os.path.join, "posixpath:join"),
-        (One, "test_names:One"),
-        (Two, "test_names:Two"),
+        (One, "test_by_name:One"),
+        (Two, "test_by_name:Two"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -88,19 +88,19 @@ def test_a_function_that_hides_behind_another_has_no_name():
 
 def test_names_that_are_bound_anew(monkeypatch):
     names = Names()
-    assert names.name_of(function, same_main=False) == b"test_names:function"
-    assert names.resolve(b"test_names:function") is function
+    assert names.name_of(function, same_main=False) == b"test_by_name:function"
+    assert names.resolve(b"test_by_name:function") is function
     before = function
     monkeypatch.setitem(globals(), "function", new := types.FunctionType(function.__code__, globals()))
     assert names.name_of(before, same_main=False) == b""
-    assert names.resolve(b"test_names:function") is new
+    assert names.resolve(b"test_by_name:function") is new
 
 
 def test_names_that_are_not_there():
     with pytest.raises(ModuleNotFoundError):
         Names().resolve(b"no_such_module:f")
     with pytest.raises(AttributeError):
-        Names().resolve(b"test_names:no_such_function")
+        Names().resolve(b"test_by_name:no_such_function")
 
 
 def test_main_only_where_the_same_script_runs(monkeypatch):

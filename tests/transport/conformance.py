@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,10 @@ from telegrad.messages import Hello
 from telegrad.options import Options
 from telegrad.runtime.threads import Threads
 from telegrad.transport.base import Buffer, Connection, Frames, Transport
-from telegrad.transport.inproc import Hub, InprocTransport
+from telegrad.transport.inproc import Hub
 from telegrad.transport.lease import ReadLease
 from telegrad.transport.poller import Poller
-from telegrad.transport.tcp import TcpTransport
-from telegrad.transport.unix import UnixTransport
+from telegrad.transport.registry import TRANSPORTS, make_transports
 
 KIB, MIB = 1 << 10, 1 << 20
 WAIT = 20.0  # seconds that anything which should happen may take
@@ -75,9 +75,9 @@ class _Side:
         self.threads.start()
 
     def transport(self, name: str, hub: Hub, options: Options) -> Transport:
-        if name == "inproc":
-            return InprocTransport(hub, self.lease, options)
-        return {"unix": UnixTransport, "tcp": TcpTransport}[name](self.poller, self.lease, options)
+        only = replace(options, transports=(name,)) if name in TRANSPORTS else options
+        (made,) = make_transports(hub if name == "inproc" else None, self.poller, self.lease, only)
+        return made
 
     def close(self) -> None:
         if not self.threads.close(timeout=WAIT):

@@ -22,8 +22,8 @@ from telegrad.options import Options
 from telegrad.rendezvous.group import Group
 from telegrad.runtime.threads import Threads
 from telegrad.transport.base import CrossingError
-from telegrad.transport.handshake import GREETING, GREETING_MAGIC, MAX_GREETING
 from telegrad.transport.lease import ReadLease
+from telegrad.transport.listening import GREETING, GREETING_MAGIC, MAX_GREETING
 from telegrad.transport.poller import Poller
 from telegrad.transport.tcp import TcpTransport
 from telegrad.transport.unix import UnixTransport

@@ -93,7 +93,7 @@ def test_at_most_so_many_bytes_are_kept_the_ones_used_last():
     pool.tick()
     assert pool.sizes() == (MIB, MIB)
     assert pool.take(64 * KIB) is small[-1]
-    assert not pool.has_dropped  # the peer never had any of them
+    assert not pool.dropped  # the peer never had any of them
     pool.close()
 
 
@@ -115,7 +115,7 @@ def test_what_nobody_uses_for_a_while_goes_back():
     assert pool.sizes() == (64 * KIB, 64 * KIB)
     pool.tick(idle=0)
     assert pool.sizes() == (0, 0)
-    assert pool.has_dropped
+    assert pool.dropped
     assert pool.take_dropped() == [1]
     assert pool.take_dropped() == []
     mappings.forget([1, 99])

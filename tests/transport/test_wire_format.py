@@ -12,7 +12,7 @@ import pytest
 from telegrad.messages import WIRE_VERSION, Call, Envelope, Hello, Kind, Reply
 from telegrad.options import SHARED_MEMORY_FROM, Options
 from telegrad.serialization.codec import Codec
-from telegrad.transport import handshake, wire
+from telegrad.transport import listening, wire
 from telegrad.transport import shared_memory as shm
 from telegrad.transport.base import Frames
 
@@ -31,7 +31,7 @@ CALL_ID, REPLY_ID = 1 << 48 | 1, 2 << 48 | 1
 
 def greeting() -> bytes:
     payload = msgspec.msgpack.encode(A)
-    return handshake.GREETING.pack(handshake.GREETING_MAGIC, WIRE_VERSION, len(payload)) + payload
+    return listening.GREETING.pack(listening.GREETING_MAGIC, WIRE_VERSION, len(payload)) + payload
 
 
 def call() -> Frames:
@@ -90,13 +90,13 @@ def test_the_example_is_what_is_understood():
 
 def test_the_limits_are_those_of_the_code():
     assert f"This is wire version {WIRE_VERSION}." in TEXT
-    assert f"| payload of a greeting | {handshake.MAX_GREETING:,} bytes |" in TEXT
+    assert f"| payload of a greeting | {listening.MAX_GREETING:,} bytes |" in TEXT
     assert f"| header | {wire.MAX_HEADER >> 20} MiB |" in TEXT
     assert f"| buffers of a message | {wire.MAX_BUFFERS:,} |" in TEXT
     assert f"`Options.max_message_bytes` ({Options().max_message_bytes >> 30} GiB)" in TEXT
     assert f"messages of {SHARED_MEMORY_FROM:,} bytes and more" in TEXT
     assert f"more than {shm.MAX_LENT} segments" in TEXT
     assert f"multiple of {shm.ALIGNMENT} bytes" in TEXT
-    assert (wire.PREFIX.size, wire.SHARED_PLACE.size, handshake.GREETING.size) == (20, 17, 10)
+    assert (wire.PREFIX.size, wire.SHARED_PLACE.size, listening.GREETING.size) == (20, 17, 10)
     assert [f"| {n} {name} |" in TEXT for n, name in enumerate(["free", "filled", "lent", "retired"])] == [True] * 4
     assert (shm.FREE, shm.FILLED, shm.LENT, shm.RETIRED) == (0, 1, 2, 3)

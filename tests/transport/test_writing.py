@@ -342,7 +342,7 @@ def test_tick_does_not_wait_for_a_writer(slow_ends):
     one.tick()  # the lock is taken: the word waits
     one._sock.at_once, one._sock.full, one._sock.full_after = 1 << 20, False, -1
     expect(other, SMALL)
-    while one._pool.has_dropped:
+    while one._pool.dropped:
         one.tick()
     one.write(SMALL, WAIT)
     expect(other, SMALL)
@@ -356,9 +356,9 @@ def test_tick_says_a_word_that_does_not_go_at_once_the_next_time(slow_ends):
     expect(other, LARGE)
     one._sock.full = True
     one.tick()
-    assert one._pool.has_dropped
+    assert one._pool.dropped
     one._sock.full = False
-    while one._pool.has_dropped:
+    while one._pool.dropped:
         one.tick()
     one.write(SMALL, WAIT)
     expect(other, SMALL)

@@ -2,12 +2,16 @@
 
     worker.send  -> Connection.write(frames)  ~~>  Connection.receive() -> frames  -> worker.receive
 
+To add a transport, write a Connection, a Listener and a Transport (inproc.py is the shortest example; over sockets,
+StreamConnection and StreamTransport do most of it), and name it in registry.py and in Options.transports.
+`tests/transport/conformance.py` holds every transport to this contract.
+
 Reading is shared: one thread at a time reads the connections of a worker, the one that has the read lease (lease.py).
 Under it only bytes are read; users' code runs after it was released. A connection is made with the lease of its
-worker, and is read from `open` on. `tests/transport/conformance.py` holds every transport to this.
+worker, and is read from `open` on.
 
-A connection belongs to the process that made it. In a fork of that process it has ended, and whatever the
-fork does with it goes unnoticed in the parent.
+A connection belongs to the process that made it. In a fork of that process it has ended, and the parent notices nothing
+of what the fork does with it.
 """
 
 from __future__ import annotations
@@ -19,11 +23,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..errors import ConnectError
+from ..errors import AddressError, ConnectError, TooLargeError
 from ..messages import Hello
+from ..primitives import clock
+from ..primitives.waiter import Waiter
 from .lease import ReadLease
 
 Buffer = bytes | bytearray | memoryview
+BeforeWaiting = Callable[[], None] | None
+Answer = Callable[[Hello], Hello]
+OnConnection = Callable[["Connection"], None]
+OnFailed = Callable[[Hello], None]
 
 FORKED = "the connection belongs to the process that this one is a fork of"
 
@@ -39,10 +49,10 @@ def ignore(_: object) -> None:
 class Frames(NamedTuple):
     """A message as bytes. A buffer that is a memoryview is flat, and of bytes.
 
-    Written: `keep` holds whatever must stay alive while the buffers are read from. After `write` returned
-    or raised the buffers may change, and the receiver never sees it.
-    Read: each buffer is writable and belongs to the receiver alone, until nothing refers to it, also after
-    the connection's end.
+    Written: `keep` holds what must stay alive while the buffers are read from. After `write` returned or raised the
+    buffers may change, and the receiver never sees it.
+    Read: each buffer is writable and belongs to the receiver alone, until nothing refers to it, also after the
+    connection's end.
     """
 
     header: bytes
@@ -51,13 +61,13 @@ class Frames(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of header and buffers, as connections count them."""
+        """The size of header and buffers, as connections count it."""
         return len(self.header) + sum(map(len, self.buffers))
 
 
 @dataclass(frozen=True)
 class ConnectionStatistics:
-    """Bytes are those of headers and buffers. What one end counts out the other counts in, once it was read."""
+    """Counts of one end, in bytes of headers and buffers. The other end counts the same in, once it has read it."""
 
     transport: str
     messages_out: int
@@ -78,21 +88,20 @@ class Connection(ABC):
     def __init__(self, peer: Hello, lease: ReadLease) -> None:
         self.peer = peer
         self.lease = lease
-        _connections.add(self)
+        self._writers: list[Waiter] = []  # threads that wait for their turn; its single operations are atomic
+        _ours.add(self)
 
     @abstractmethod
     def open(self) -> None:
         """Has the holder of the lease read this connection from here on, what has arrived already included."""
 
     @abstractmethod
-    def write(
-        self, frames: Frames, timeout: float | None = None, before_waiting: Callable[[], None] | None = None
-    ) -> int:
+    def write(self, frames: Frames, timeout: float | None = None, before_waiting: BeforeWaiting = None) -> int:
         """Sends one message; returns the size of its buffers in bytes. May be called on any thread.
 
-        Waits while the peer does not read; that is the back-pressure. `before_waiting` is called before it
-        does, perhaps more than once: a caller that holds the lease must release it then, or two workers that
-        write to each other would wait for ever.
+        Waits while the peer does not read; that is the back-pressure. `before_waiting` is called before it does,
+        perhaps more than once: a caller that holds the lease must release it then, or two workers that write to each
+        other would wait for ever.
 
         Raises:
             HandedOverError: the time is over, or an interrupt came, in the middle of the message. It will arrive,
@@ -117,9 +126,9 @@ class Connection(ABC):
     def abort(self, reason: str = "closed") -> None:
         """Ends the connection at once. From any thread, any number of times; never blocks.
 
-        Reads and writes raise ConnectionClosedError from then on: here at once, at the other end when it
-        has read what was sent, and at the latest when this end was disposed of. What was written before
-        and not yet read may arrive or may not.
+        Reads and writes raise ConnectionClosedError from then on: here at once, at the other end when it has read what
+        was sent, and at the latest when this end was disposed of. What was written before and not yet read may arrive
+        or may not.
         """
 
     @abstractmethod
@@ -129,24 +138,64 @@ class Connection(ABC):
         ConnectionClosedError."""
 
     def abandon(self) -> None:  # noqa: B027
-        """Called in a fork of the process, where no other thread is: ends this copy of the connection, with
-        locks that nobody holds, and lets go of the fork's copies of descriptors. The parent's goes on."""
+        """Called in a fork of the process, where no other thread is: ends this copy of the connection, with new locks,
+        and lets go of the fork's copies of descriptors. The parent's goes on."""
 
     def tick(self) -> None:  # noqa: B027
-        """Gives back memory that is kept for reuse and was not used for a while. To be called every few
-        seconds, on any thread; never blocks. A transport that keeps nothing has nothing to do."""
+        """Gives back memory that is kept for reuse and was not used for a while. Called every few seconds, on any
+        thread; never blocks. A transport that keeps nothing has nothing to do."""
 
     @abstractmethod
     def statistics(self) -> ConnectionStatistics:
         """Counts so far. Never blocks."""
 
+    # -- shared by implementations ---------------------------------------------------------------------
+
+    def _wait_until(self, try_it: Callable[[], bool], deadline: float | None, before_waiting: BeforeWaiting) -> None:
+        """Waits until `try_it()` has succeeded. It is tried again after each `_wake_writers()`."""
+        if before_waiting is not None:
+            before_waiting()
+        while not try_it():
+            waiter = Waiter()
+            self._writers.append(waiter)
+            if try_it():
+                return  # what was waited for came before the waiter could be seen
+            left = left_until(deadline)
+            if left is not None and left <= 0:
+                raise self._too_slow()
+            waiter.sleep(left)
+
+    def _wake_writers(self) -> None:
+        """Wakes all threads that wait: one that has given up must not be the only one."""
+        while self._writers:
+            try:
+                self._writers.pop().set_done()
+            except IndexError:
+                return
+
+    def _too_slow(self) -> TimeoutError:
+        return TimeoutError(f"worker {self.peer.name!r} did not take the message in time")
+
+    def _check_size(self, nbytes: int, limit: int) -> None:
+        if nbytes > limit:
+            raise TooLargeError(
+                f"a message of {nbytes} bytes to worker {self.peer.name!r} is over the limit of {limit}; "
+                "send it in parts, or raise Options.max_message_bytes on both workers"
+            )
+
 
 class Listener(ABC):
     address: str
 
+    def __init__(self) -> None:
+        _ours.add(self)
+
     @abstractmethod
     def close(self) -> None:
-        """Accepts nobody any more and leaves nothing behind. Any number of times."""
+        """Accepts no peer any more and leaves nothing behind. Any number of times."""
+
+    def abandon(self) -> None:  # noqa: B027
+        """Called in a fork of the process: lets go of the fork's copies of descriptors. The parent's goes on."""
 
 
 class Transport(ABC):
@@ -155,12 +204,7 @@ class Transport(ABC):
     name: str
 
     @abstractmethod
-    def listen(
-        self,
-        answer: Callable[[Hello], Hello],
-        on_connection: Callable[[Connection], None],
-        on_failed: Callable[[Hello], None] = ignore,
-    ) -> Listener:
+    def listen(self, answer: Answer, on_connection: OnConnection, on_failed: OnFailed = ignore) -> Listener:
         """Accepts peers: `answer` gets a peer's Hello and returns ours, or raises to refuse it with that text. For each
         Hello that was not refused, `on_connection` gets the connection, not open yet, when the peer has confirmed
         it; or `on_failed` gets the Hello. All are called on threads of the worker's.
@@ -180,12 +224,27 @@ class Transport(ABC):
         """
 
 
-_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+def split_address(address: str, scheme: str) -> str:
+    """What stands behind the scheme in an address."""
+    if not address.startswith(f"{scheme}://"):
+        raise AddressError(f"{address!r} is not an address of the {scheme} transport")
+    return address.removeprefix(f"{scheme}://")
+
+
+def deadline_of(timeout: float | None) -> float | None:
+    return None if timeout is None else clock.now() + timeout
+
+
+def left_until(deadline: float | None) -> float | None:
+    return None if deadline is None else deadline - clock.now()
+
+
+_ours: weakref.WeakSet[Connection | Listener] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    for connection in list(_connections):
-        connection.abandon()
+    for connection_or_listener in list(_ours):
+        connection_or_listener.abandon()
 
 
 os.register_at_fork(after_in_child=_in_child)

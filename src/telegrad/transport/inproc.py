@@ -10,39 +10,40 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from ..errors import ConnectError, ConnectionClosedError, TelegradError, TooLargeError
+from ..errors import ConnectError, ConnectionClosedError, TelegradError
 from ..messages import Hello
 from ..options import SHARED_MEMORY_FROM, Options
-from ..primitives import clock
-from ..primitives.waiter import Waiter
 from .base import (
     FORKED,
+    Answer,
+    BeforeWaiting,
     Buffer,
     Connection,
     ConnectionStatistics,
     CrossingError,
     Frames,
     Listener,
+    OnConnection,
+    OnFailed,
     Transport,
+    deadline_of,
     ignore,
+    split_address,
 )
 from .lease import ReadLease
-from .listening import split_address
-from .shared_memory import SegmentPool, aligned, copy_into
+from .shared_memory import SegmentPool, aligned, copy_all
 
 _OVERHEAD = 256  # counted for each message in a queue beside its bytes: a million tiny ones are not free
 
 
 class Hub:
-    """Where in-process workers listen and connect."""
+    """The place where in-process workers listen and connect."""
 
     def __init__(self) -> None:
-        self._ids = itertools.count(1)
+        self.ids = itertools.count(1)
         self.listeners: dict[str, InprocListener] = {}  # its single operations are atomic
-
-    def new_address(self) -> str:
-        return f"inproc://{next(self._ids)}"
 
 
 class InprocConnection(Connection):
@@ -56,14 +57,13 @@ class InprocConnection(Connection):
         self._queue_limit = options.peer_byte_limit
         self._pool = SegmentPool(options.pool_bytes, shared=False)
         self._other: InprocConnection = self
-        # Guards all below, of this end. Nothing is run under it, and nobody who holds it takes the other end's.
+        # Guards all below, of this end. Nothing is run under it, and no thread that holds it takes the other end's.
         self._lock = threading.Lock()
         self._queue: deque[Frames] = deque()
         self._queue_cost = 0
         self._is_open = False  # read by the holder of the lease
         self._closed_because = ""
         self._messages_put = self._messages_in = self._bytes_put = self._bytes_in = 0
-        self._writers: list[Waiter] = []  # that wait for room; its single operations are atomic
 
     def open(self) -> None:
         with self._lock:
@@ -75,72 +75,38 @@ class InprocConnection(Connection):
     def join(self, other: InprocConnection) -> None:
         self._other, other._other = other, self
 
-    def write(
-        self, frames: Frames, timeout: float | None = None, before_waiting: Callable[[], None] | None = None
-    ) -> int:
+    def write(self, frames: Frames, timeout: float | None = None, before_waiting: BeforeWaiting = None) -> int:
         nbytes = sum(map(len, frames.buffers))
-        if nbytes > self._limit:
-            raise TooLargeError(
-                f"a message of {nbytes} bytes to worker {self.peer.name!r} is over the limit of {self._limit}; "
-                "send it in parts, or raise Options.max_message_bytes on both workers"
-            )
+        self._check_size(nbytes, self._limit)
         if self._closed_because:
             raise ConnectionClosedError(self._closed_because)
         copy = Frames(frames.header, self._copies(frames.buffers, nbytes))
-        if not self._other._put(copy, nbytes + len(frames.header), timeout, before_waiting):
-            raise TimeoutError(f"worker {self.peer.name!r} did not take the message in time")
+        put = partial(self._put, copy, nbytes + len(frames.header))
+        if not put():
+            self._wait_until(put, deadline_of(timeout), before_waiting)
         return nbytes
 
     def _copies(self, buffers: Sequence[Buffer], nbytes: int) -> list[Buffer]:
         if nbytes < SHARED_MEMORY_FROM:
             return [bytearray(b) for b in buffers]
-        memory = self._pool.lend(sum(aligned(len(b)) for b in buffers))
-        copies: list[Buffer] = []
-        for buffer in buffers:
-            copy_into(memory, buffer)
-            copies.append(memory[: len(buffer)])
-            memory = memory[aligned(len(buffer)) :]
-        return copies
+        return copy_all(buffers, self._pool.lend(sum(aligned(len(b)) for b in buffers)))
 
-    def _put(
-        self, frames: Frames, nbytes: int, timeout: float | None, before_waiting: Callable[[], None] | None
-    ) -> bool:
-        """Queues a message at this end; False if there was no room in time."""
-        deadline = None if timeout is None else clock.now() + timeout
-        while True:
-            with self._lock:
-                if self._has_room_locked():
-                    break
-                waiter = Waiter()
-                self._writers.append(waiter)
-            if before_waiting is not None:
-                before_waiting()
-            left = None if deadline is None else deadline - clock.now()
-            if left is not None and left <= 0:
+    def _put(self, frames: Frames, nbytes: int) -> bool:
+        """Queues a message at the other end; False if there is no room. One message always fits."""
+        other = self._other
+        with other._lock:
+            if reason := self._closed_because or other._closed_because:
+                raise ConnectionClosedError(reason)
+            if other._queue and other._queue_cost >= other._queue_limit:
                 return False
-            waiter.sleep(left)
-        with self._lock:
-            if self._closed_because:
-                raise ConnectionClosedError(self._other._closed_because or self._closed_because)
-            self._queue.append(frames)
-            self._queue_cost += nbytes + _OVERHEAD
-            self._messages_put += 1
-            self._bytes_put += nbytes
-            is_open = self._is_open
+            other._queue.append(frames)
+            other._queue_cost += nbytes + _OVERHEAD
+            other._messages_put += 1
+            other._bytes_put += nbytes
+            is_open = other._is_open
         if is_open:
-            self.lease.ring(self)
+            other.lease.ring(other)
         return True
-
-    def _wake_writers(self) -> None:
-        while self._writers:
-            try:
-                self._writers.pop().set_done()
-            except IndexError:
-                return
-
-    def _has_room_locked(self) -> bool:
-        """Also when there is nothing to wait for any more. One message always fits."""
-        return bool(self._closed_because) or not self._queue or self._queue_cost < self._queue_limit
 
     def receive(self) -> list[Frames]:
         with self._lock:
@@ -150,7 +116,7 @@ class InprocConnection(Connection):
             self._queue.clear()
             self._queue_cost = 0
             self._messages_in, self._bytes_in = self._messages_put, self._bytes_put
-        self._wake_writers()
+        self._other._wake_writers()
         if self._closed_because:
             self.lease.ring(self)  # and the next time it says so
         return frames
@@ -191,8 +157,9 @@ class InprocConnection(Connection):
 
 
 class InprocListener(Listener):
-    def __init__(self, hub: Hub, accept: Callable[[Hello, InprocConnection], InprocConnection]) -> None:
-        self.address = hub.new_address()
+    def __init__(self, hub: Hub, accept: Callable[[Hello, InprocConnection], None]) -> None:
+        super().__init__()
+        self.address = f"inproc://{next(hub.ids)}"
         self.accept = accept
         self._hub = hub
         hub.listeners[self.address] = self
@@ -211,13 +178,8 @@ class InprocTransport(Transport):
         self._lease = lease
         self._options = options
 
-    def listen(
-        self,
-        answer: Callable[[Hello], Hello],
-        on_connection: Callable[[Connection], None],
-        on_failed: Callable[[Hello], None] = ignore,
-    ) -> Listener:
-        def accept(hello: Hello, theirs: InprocConnection) -> InprocConnection:
+    def listen(self, answer: Answer, on_connection: OnConnection, on_failed: OnFailed = ignore) -> Listener:
+        def accept(hello: Hello, theirs: InprocConnection) -> None:
             theirs.peer = answer(hello)
             try:
                 ours = InprocConnection(hello, self._lease, self._options)
@@ -226,7 +188,6 @@ class InprocTransport(Transport):
             except BaseException:
                 on_failed(hello)
                 raise
-            return ours
 
         return InprocListener(self._hub, accept)
 

@@ -1,4 +1,13 @@
-"""Listening and connecting on stream sockets: what `unix` and `tcp` have in common before the handshake."""
+"""How two ends of a stream socket meet: listening, connecting and the handshake, for `unix` and `tcp`.
+
+    connecting side   greet(hello)     ->  GREETING, Hello
+    accepting side    welcome(answer)  <-  GREETING, Hello or Refusal
+    connecting side                    ->  GREETING, nothing: it takes the connection
+
+Each side says which wire version it speaks and who it is. The connection exists from the third greeting on. A side that
+gives up before it has lost no connection: the other side must not take that for a death (see Note [fencing] in
+peers.py). The first ten bytes of a greeting are the same in every version, so that two versions can tell.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +15,80 @@ import errno
 import logging
 import os
 import socket
+import struct
 import threading
 import time
-import weakref
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
-from ..errors import AddressError, ConnectError, TelegradError
+import msgspec
+
+from ..errors import ConnectError, ProtocolError, TelegradError, TransportError, VersionError
 from ..events import logger
-from ..messages import Hello
+from ..messages import WIRE_VERSION, Hello, Refusal
+from ..options import Options
 from ..primitives import clock
 from ..primitives.interrupts import interruptible
-from .base import Connection, CrossingError, Listener
+from .base import Answer, Connection, CrossingError, Listener, OnConnection, OnFailed, Transport, ignore
+from .lease import ReadLease
 from .poller import ARMED, Poller
+from .stream import StreamConnection
 
-Answer = Callable[[Hello], Hello]
+GREETING = struct.Struct("<4sHI")  # magic, wire version, length of what follows
+GREETING_MAGIC = b"TGRD"
+MAX_GREETING = 64 << 10
+
+
+class StreamTransport(Transport):
+    """Listens and connects on stream sockets. A subclass says where, and which class its connections have."""
+
+    connection: type[StreamConnection]
+
+    def __init__(self, poller: Poller, lease: ReadLease, options: Options) -> None:
+        self.poller = poller
+        self._lease = lease
+        self._options = options
+
+    def listen(self, answer: Answer, on_connection: OnConnection, on_failed: OnFailed = ignore) -> Listener:
+        return StreamListener(self, *self._bind(), answer, on_connection, on_failed)
+
+    def connect(self, address: str, hello: Hello, timeout: float) -> Connection:
+        deadline = clock.now() + timeout
+        sock = connect_socket(*self._target(address), address, timeout)
+        try:
+            self._check_peer(sock)
+            peer = greet(sock, hello, address, deadline - clock.now())
+            return self.connection(sock, peer, self._lease, self._options)
+        except BaseException:
+            sock.close()
+            raise
+
+    def accept(self, sock: socket.socket, answer: Answer) -> Connection:
+        """Makes a connection of a socket that a listener has accepted."""
+        self._check_peer(sock)
+        peer = welcome(sock, answer, self._options.connect_timeout)
+        return self.connection(sock, peer, self._lease, self._options)
+
+    @abstractmethod
+    def _bind(self) -> tuple[socket.socket, str, Sequence[int]]:
+        """A listening socket, its address, and descriptors to be closed with it.
+
+        Raises:
+            AddressError: it cannot listen there, and why.
+        """
+
+    @abstractmethod
+    def _target(self, address: str) -> tuple[int, Any]:
+        """The family of sockets that an address belongs to, and where it is for connect().
+
+        Raises:
+            AddressError: it is not an address of this transport.
+            ConnectError: this worker cannot connect to it, or does not do so.
+        """
+
+    def _check_peer(self, sock: socket.socket) -> None:
+        """Raises a ConnectError if the process at the other end must not be spoken to."""
 
 
 class StreamListener(Listener):
@@ -28,18 +96,20 @@ class StreamListener(Listener):
 
     def __init__(
         self,
+        transport: StreamTransport,
         sock: socket.socket,
         address: str,
-        poller: Poller,
-        accept: Callable[[socket.socket, Answer], Connection],
+        more_descriptors: Sequence[int],
         answer: Answer,
-        on_connection: Callable[[Connection], None],
-        on_failed: Callable[[Hello], None],
+        on_connection: OnConnection,
+        on_failed: OnFailed,
     ) -> None:
+        super().__init__()
         self.address = address
+        self._accept = transport.accept
+        self._poller = transport.poller
         self._sock = sock
-        self._poller = poller
-        self._accept = accept
+        self._more_descriptors = more_descriptors
         self._answer = answer
         self._on_connection = on_connection
         self._on_failed = on_failed
@@ -49,9 +119,8 @@ class StreamListener(Listener):
         self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)  # see _turn_away_locked
         self._closed = False
         sock.setblocking(False)
-        poller.register(sock.fileno(), self._on_event)
-        poller.watch(sock.fileno(), ARMED)
-        _listeners.add(self)
+        self._poller.register(sock.fileno(), self._on_event)
+        self._poller.watch(sock.fileno(), ARMED)
 
     def _on_event(self) -> None:
         with self._lock:
@@ -61,36 +130,38 @@ class StreamListener(Listener):
             if sock is not None:
                 self._greeting.add(sock)
             self._poller.watch(self._sock.fileno(), ARMED)
-        if sock is None:
-            return
-        accepted: list[Hello] = []
+        if sock is not None:
+            connection = self._shake_hands(sock)
+            if connection is not None:
+                try:
+                    self._on_connection(connection)
+                except BaseException:
+                    connection.dispose()
+                    raise
+
+    def _shake_hands(self, sock: socket.socket) -> Connection | None:
+        answered: list[Hello] = []
 
         def answer(hello: Hello) -> Hello:
             ours = self._answer(hello)
-            accepted.append(hello)
+            answered.append(hello)
             return ours
 
         try:
-            connection = self._accept(sock, answer)
+            return self._accept(sock, answer)
         except BaseException as error:
-            with self._lock:
-                self._greeting.discard(sock)
             sock.close()
-            for hello in accepted:
+            for hello in answered:
                 self._on_failed(hello)
             if not isinstance(error, TelegradError):
                 raise
             # That two workers dial each other at once is nothing to warn of.
             level = logging.DEBUG if isinstance(error, CrossingError) else logging.WARNING
             logger.log(level, "refused a connection at %s: %s", self.address, str(error))
-            return
-        with self._lock:
-            self._greeting.discard(sock)
-        try:
-            self._on_connection(connection)
-        except BaseException:
-            connection.dispose()
-            raise
+            return None
+        finally:
+            with self._lock:
+                self._greeting.discard(sock)
 
     def _accept_locked(self) -> socket.socket | None:
         try:
@@ -104,8 +175,8 @@ class StreamListener(Listener):
             return None
 
     def _turn_away_locked(self) -> None:
-        """Out of descriptors: the one who knocks would be announced again and again. So we take it in with the
-        descriptor kept for this, and send it away."""
+        """Accepts a peer with the descriptor kept for this, and hangs up on it. The process is out of descriptors, and
+        the poller would announce that peer again and again."""
         os.close(self._spare)
         try:
             self._sock.accept()[0].close()
@@ -118,46 +189,30 @@ class StreamListener(Listener):
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
             self._poller.unregister(self._sock.fileno())
             self._close_descriptors()
-            for sock in self._greeting:  # who waits for a peer's greeting need not wait any longer
+            for sock in self._greeting:  # the threads that wait for a peer's greeting need not wait any longer
                 try:
                     sock.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     pass
 
     def _close_descriptors(self) -> None:
+        self._closed = True
         self._sock.close()
-        os.close(self._spare)
+        for fd in (self._spare, *self._more_descriptors):
+            os.close(fd)
 
     def abandon(self) -> None:
-        """In a fork: our copies go, and nobody connects to a worker that is not there."""
         self._lock = threading.RLock()
         if not self._closed:
-            self._closed = True
             self._close_descriptors()
         for sock in self._greeting:
             sock.close()
 
 
-_listeners: weakref.WeakSet[StreamListener] = weakref.WeakSet()
-
-
-def _in_child() -> None:
-    for listener in list(_listeners):
-        listener.abandon()
-
-
-os.register_at_fork(after_in_child=_in_child)
-
-
 def connect_socket(family: int, target: Any, address: str, timeout: float) -> socket.socket:
-    """A connected socket.
-
-    Raises:
-        ConnectError: nobody answers there.
-    """
+    """A connected socket; a ConnectError if nothing listens there."""
     deadline = clock.now() + timeout
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -170,15 +225,103 @@ def connect_socket(family: int, target: Any, address: str, timeout: float) -> so
                 if clock.now() >= deadline or family != socket.AF_UNIX:
                     raise
                 interruptible(time.sleep, 1e-3)
-    except OSError as error:
+    except BaseException as error:
         sock.close()
-        raise ConnectError(f"nobody answers at {address}: {error}") from error
-    except BaseException:
-        sock.close()
+        if isinstance(error, OSError):
+            raise ConnectError(f"nobody answers at {address}: {error}") from error
         raise
 
 
-def split_address(address: str, scheme: str) -> str:
-    if not address.startswith(f"{scheme}://"):
-        raise AddressError(f"{address!r} is not an address of the {scheme} transport")
-    return address.removeprefix(f"{scheme}://")
+# -- the handshake -----------------------------------------------------------------------------------------
+
+
+def greet(sock: socket.socket, hello: Hello, address: str, timeout: float) -> Hello:
+    """Does the connecting side's handshake; returns the peer's Hello.
+
+    Raises:
+        ConnectError: refused, or no answer in time.
+        CrossingError: refused, since there is a connection already, or the peer is making one.
+        VersionError: the peer speaks another wire version.
+    """
+    deadline = clock.now() + timeout
+    try:
+        _send(sock, hello, deadline)
+        answer = msgspec.msgpack.decode(interruptible(_receive, sock, deadline), type=Hello | Refusal)
+        if isinstance(answer, tuple):
+            reason, is_crossing = answer
+            kind = CrossingError if is_crossing else ConnectError
+            raise kind(f"the worker at {address} refuses the connection: {reason}")
+        if answer.id != hello.to and hello.to >= 0:
+            raise ConnectError(f"worker {answer.name!r} with id {answer.id} answers at {address}, not id {hello.to}")
+        _send(sock, None, deadline)
+    except (VersionError, ConnectError):
+        raise
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConnectError(f"no telegrad worker answers at {address}: {error}") from error
+    return answer
+
+
+def welcome(sock: socket.socket, answer: Answer, timeout: float) -> Hello:
+    """Does the accepting side's handshake; returns the peer's Hello.
+
+    Raises:
+        TransportError: not a telegrad worker, another wire version, or too slow.
+        TelegradError: what `answer` refused it with.
+    """
+    deadline = clock.now() + timeout
+    try:
+        try:
+            peer = msgspec.msgpack.decode(_receive(sock, deadline), type=Hello)
+        except VersionError:
+            # Our version stands in the greeting, and says it all; the text is for versions to come.
+            _send(sock, (f"only wire version {WIRE_VERSION} is spoken here", False), deadline)
+            raise
+        try:
+            ours = answer(peer)
+        except TelegradError as error:
+            _send(sock, (str(error), isinstance(error, CrossingError)), deadline)
+            raise
+        _send(sock, ours, deadline)
+        _receive(sock, clock.now() + timeout)
+    except TransportError:
+        raise
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConnectError(f"a handshake failed: {error}") from error
+    return peer
+
+
+def _send(sock: socket.socket, message: Hello | Refusal | None, deadline: float) -> None:
+    payload = b"" if message is None else msgspec.msgpack.encode(message)
+    sock.settimeout(_left(deadline))
+    sock.sendall(GREETING.pack(GREETING_MAGIC, WIRE_VERSION, len(payload)) + payload)
+
+
+def _receive(sock: socket.socket, deadline: float) -> bytes:
+    magic, version, length = GREETING.unpack(_receive_exactly(sock, GREETING.size, deadline))
+    if magic != GREETING_MAGIC or length > MAX_GREETING:
+        raise ProtocolError(f"a connection starts with {magic!r}, not with {GREETING_MAGIC!r}")
+    payload = _receive_exactly(sock, length, deadline)  # of another version too: closing over unread bytes resets
+    if version != WIRE_VERSION:
+        raise VersionError(
+            f"the peer speaks wire version {version}, this worker version {WIRE_VERSION}: "
+            "install the same version of telegrad everywhere"
+        )
+    return payload
+
+
+def _receive_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < count:
+        sock.settimeout(_left(deadline))  # for all of it: a byte now and then must not hold a thread for long
+        piece = sock.recv(count - len(data))
+        if not piece:
+            raise ProtocolError("the connection ended during the handshake")
+        data += piece
+    return data
+
+
+def _left(deadline: float) -> float:
+    left = deadline - clock.now()
+    if left <= 0:
+        raise TimeoutError("the handshake took too long")
+    return left

@@ -1,8 +1,8 @@
-"""Which file descriptors are readable: one epoll per worker, on which all of its idle threads wait.
+"""The poller: one epoll per worker, on which all of its idle threads wait for descriptors that are readable.
 
-The kernel wakes one thread per event, the one that went to sleep last. Each descriptor is armed for one
-event at a time (EPOLLONESHOT), so one thread gets it, and arming it again passes the reading on to the
-next thread with no lock and no wake-up of our own.
+The kernel wakes one thread per event, the one that went to sleep last. Each descriptor is armed for one event at a time
+(EPOLLONESHOT), so one thread gets it, and arming it again passes the reading on to the next thread with no lock and no
+wake-up of our own.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class _TimerSpec(ctypes.Structure):
 _libc.timerfd_settime.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(_TimerSpec), ctypes.c_void_p)
 
 ARMED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
-# A hang-up is always reported. Without ONESHOT it would be, again and again, until somebody has read it.
+# A hang-up is always reported. Without ONESHOT it would be, again and again, until a thread has read it.
 DISARMED = select.EPOLLONESHOT
 
 
 class Poller:
-    """A descriptor's number may be given to another one while an event is on its way, or while its former
-    owner arms it. So a callback may come for nothing, and must do no harm then."""
+    """One worker's epoll. A descriptor's number may be given to another one while an event is on its way, or while its
+    former owner arms it. So a callback may come for nothing, and must do no harm then."""
 
     def __init__(self) -> None:
         self._fds: list[int] = []

@@ -1,9 +1,9 @@
 """Memory that is used again: shared segments for sending on one host, private ones for receiving from others.
 
-A fresh segment for each message would be six times slower: all the time goes into page faults. So segments
-are pooled, and lent to one message at a time. A lent segment is free again when the last tensor on it has
-died, and its holder says so by changing one byte in the segment itself: no message, no lock, no system
-call, which is all that a finaliser may do (it runs on any thread, under any lock).
+A fresh segment for each message would be six times slower: all the time goes into page faults. So segments are pooled,
+and lent to one message at a time. A lent segment is free again when the last tensor on it has died, and its holder says
+so by changing one byte in the segment itself: no message, no lock, no system call, which is all that a finaliser may do
+(it runs on any thread, under any lock).
 
     sender    SegmentPool.take() -> Segment, filled, named in a message (its descriptor goes along once)
     receiver  Mappings.lend(id) -> memoryview; the byte changes when nothing refers to it any more
@@ -20,11 +20,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from ..errors import ConnectionClosedError, ProtocolError
 from ..primitives import clock
 from ..primitives.interrupts import finaliser
+from .base import Buffer
 
 PAGE = mmap.PAGESIZE
 ALIGNMENT = 64
@@ -33,8 +35,10 @@ FREE, FILLED, LENT, RETIRED = range(4)
 # A receiver that keeps more than this many messages gets copies of the further ones: the system allows a
 # process only so many mappings, and a sender looks through its segments on each send.
 MAX_LENT = 512
-IDLE = 30.0  # seconds after which a free segment that nobody used goes back to the system
+IDLE = 30.0  # seconds after which a free segment that was not used goes back to the system
 
+_WORTH_WAITING_FOR = 1 << 20  # bytes; see SegmentPool._await_free_one
+_SHORT_WAIT = 1e-3
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
@@ -59,11 +63,11 @@ def capacity_for(nbytes: int) -> int:
 
 
 class Memory:
-    """A mapping: of a descriptor, shared with whoever else maps that; without one private, so that a fork of
-    the process has its own copy.
+    """A mapping: of a descriptor, shared with all processes that map it; without one private, so that a fork of the
+    process has its own copy.
 
-    Not `mmap.mmap`: that keeps a descriptor open for each mapping (until Python 3.13 it cannot be told not
-    to), and a thousand received tensors would take a thousand of them.
+    Not `mmap.mmap`: that keeps a descriptor open for each mapping (until Python 3.13 it cannot be told not to), and a
+    thousand received tensors would take a thousand of them.
     """
 
     def __init__(self, size: int, fd: int = -1) -> None:
@@ -96,9 +100,9 @@ def _last_error() -> OSError:
 
 # Note [forks and lent memory]
 # A fork of a process that holds a shared segment holds it too, and neither knows when the other lets go. So a
-# segment that was lent at a fork is never filled again: whoever lets go first, it comes back RETIRED, its
-# sender drops it, and the system keeps the memory as long as a process maps it. Parent and child share what
-# they write to it, as they do with any tensor in shared memory. Private memory is the child's own, as ever.
+# segment that was lent at a fork is never filled again: it comes back RETIRED from the one that lets go first, its
+# sender drops it, and the system keeps the memory as long as a process maps it. Parent and child share what they write
+# to it, as they do with any tensor in shared memory. Private memory is the child's own, as ever.
 _forks = 0
 
 
@@ -130,7 +134,7 @@ class Lending:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody of this process holds what was lent."""
+        """Whether this process still holds what was lent."""
         return self._holder is not None and self._holder() is not None
 
     def view(self) -> memoryview:
@@ -193,10 +197,6 @@ class Segment(Lending):
             self.fd = -1
 
 
-_WORTH_WAITING_FOR = 1 << 20
-_SHORT_WAIT = 1e-3
-
-
 class SegmentPool:
     """The segments that one end of a connection fills. At most `keep_bytes` of free ones are kept."""
 
@@ -206,10 +206,9 @@ class SegmentPool:
         self._shared = shared
         self._ids = itertools.count(1)
         self._segments: dict[int, list[Segment]] = {}  # by capacity, the one used last at the end
-        self._count = 0
-        self._unread: dict[Segment, int] = {}  # what the peer had not read when somebody looked last; bytes
+        self._unread: dict[Segment, int] = {}  # bytes that the peer had not read when they were counted last
         self._unread_bytes = 0
-        self._dropped: list[int] = []
+        self.dropped: list[int] = []  # ids of dropped segments that the peer still has mapped
         self._closed = False
 
     def take(self, nbytes: int) -> Segment:
@@ -236,17 +235,12 @@ class SegmentPool:
     def _await_free_one(self, capacity: int) -> None:
         """Waits a moment for a large segment that is about to come back: to make another costs far more.
 
-        Whoever answered a call lets go of its argument just after the answer has left, and the next call may
-        come sooner than that.
+        The callee lets go of an argument just after its answer has left, and the next call may come sooner than that.
         """
-        if capacity < _WORTH_WAITING_FOR:
-            return
         deadline = clock.now() + _SHORT_WAIT
-        while True:
+        while capacity >= _WORTH_WAITING_FOR and clock.now() <= deadline:
             same = self._segments.get(capacity)
             if not same or any(segment.state == FREE for segment in list(same)):
-                return
-            if clock.now() > deadline:
                 return
             time.sleep(2e-5)
 
@@ -268,7 +262,6 @@ class SegmentPool:
         segment = Segment(next(self._ids), capacity_for(nbytes), shared=self._shared)
         segment.used_at = clock.now()
         self._segments.setdefault(segment.capacity, []).append(segment)
-        self._count += 1
         self._trim_locked(IDLE)
         return segment
 
@@ -280,9 +273,9 @@ class SegmentPool:
         """
         with self._lock:
             segment = self._free_one_locked(capacity_for(nbytes))
-            if segment is None and self._count < MAX_LENT:
+            if segment is None and sum(map(len, self._segments.values())) < MAX_LENT:
                 segment = self._new_one_locked(nbytes)
-        if segment is None:  # whoever keeps that much gets memory that is not pooled
+        if segment is None:  # a receiver that keeps that much gets memory that is not pooled
             segment = Segment(0, capacity_for(nbytes), shared=False)
         return segment.lend()
 
@@ -296,64 +289,57 @@ class SegmentPool:
             return not self._unread or self._unread_bytes + nbytes <= limit
 
     def tick(self, idle: float = IDLE) -> None:
-        """Gives back free memory beyond `keep_bytes`, and what nobody has used for `idle` seconds."""
+        """Gives back free memory beyond `keep_bytes`, and what was not used for `idle` seconds."""
         with self._lock:
             self._trim_locked(idle)
 
     def _trim_locked(self, idle: float) -> None:
-        every = [s for same in self._segments.values() for s in same]
-        unused = sorted((s for s in every if s.state in (FREE, RETIRED)), key=lambda s: s.used_at)
+        unused = sorted((s for s in self._all_locked() if s.state in (FREE, RETIRED)), key=lambda s: s.used_at)
         excess = sum(s.capacity for s in unused) - self._keep_bytes
         before = clock.now() - idle
         for segment in unused:
             if excess > 0 or segment.used_at <= before or segment.state == RETIRED:
                 excess -= segment.capacity
-                self._drop_locked(segment)
+                self._segments[segment.capacity].remove(segment)
+                self._unread_bytes -= self._unread.pop(segment, 0)
+                if segment.passed_on:
+                    self.dropped.append(segment.id)
+                segment.close()
 
-    def _drop_locked(self, segment: Segment) -> None:
-        self._segments[segment.capacity].remove(segment)
-        self._count -= 1
-        self._unread_bytes -= self._unread.pop(segment, 0)
-        if segment.passed_on:
-            self._dropped.append(segment.id)
-        segment.close()
-
-    @property
-    def has_dropped(self) -> bool:
-        return bool(self._dropped)
+    def _all_locked(self) -> list[Segment]:
+        return [segment for same in self._segments.values() for segment in same]
 
     def take_dropped(self) -> list[int]:
-        """The ids of dropped segments that the peer still has mapped, each once."""
-        if not self._dropped:
+        """Takes the ids of dropped segments, to tell the peer."""
+        if not self.dropped:
             return []
         with self._lock:
-            dropped, self._dropped = self._dropped, []
+            dropped, self.dropped = self.dropped, []
             return dropped
 
     def put_back_dropped(self, dropped: list[int]) -> None:
         """The peer was not told of these."""
         with self._lock:
-            self._dropped += dropped
+            self.dropped += dropped
 
     def sizes(self) -> tuple[int, int]:
         """Bytes in all segments, and in the free ones."""
         with self._lock:
-            every = [s for same in self._segments.values() for s in same]
+            every = self._all_locked()
         return sum(s.capacity for s in every), sum(s.capacity for s in every if s.state == FREE)
 
     def close(self) -> None:
-        """Gives everything back. Memory that somebody still holds stays theirs, and is never used again."""
+        """Gives everything back. Memory that is still held stays its holder's, and is never used again."""
         with self._lock:
             self._closed = True
-            for same in self._segments.values():
-                for segment in same:
-                    segment.close()
+            for segment in self._all_locked():
+                segment.close()
             self._segments.clear()
             self._unread.clear()
-            self._count = self._unread_bytes = 0
+            self._unread_bytes = 0
 
     def abandon(self) -> None:
-        """In a fork: whoever held the lock is not here, and our copies of the descriptors go."""
+        """In a fork: the thread that held the lock is not here, and our copies of the descriptors go."""
         self._lock = threading.Lock()
         self.close()
 
@@ -403,7 +389,7 @@ class Mappings:
             os.close(fd)
 
     def lend(self, id: int, capacity: int, nbytes: int) -> memoryview:
-        """The memory of a message in a segment: the segment's own, or a copy for who keeps too many.
+        """The memory of a message in a segment: the segment's own, or a copy for a receiver that keeps too many.
 
         Raises:
             ProtocolError: there is no message in it.
@@ -427,7 +413,25 @@ class Mappings:
         self._mappings.clear()
 
 
-def copy_into(target: memoryview, buffer: bytes | bytearray | memoryview) -> None:
+def parts(memory: memoryview, lengths: Iterable[int]) -> list[Buffer]:
+    """The places of buffers that lie one after the other, each at a multiple of ALIGNMENT."""
+    found: list[Buffer] = []
+    at = 0
+    for length in lengths:
+        found.append(memory[at : at + length])
+        at += aligned(length)
+    return found
+
+
+def copy_all(buffers: Sequence[Buffer], memory: memoryview) -> list[Buffer]:
+    """Copies buffers into memory; returns their places."""
+    copies = parts(memory, map(len, buffers))
+    for copy, buffer in zip(copies, buffers, strict=True):
+        copy_into(copy, buffer)
+    return copies
+
+
+def copy_into(target: Any, buffer: Buffer) -> None:
     """Copies a whole buffer to the start of `target`; large ones without holding the interpreter lock."""
     nbytes = len(buffer)
     if nbytes < 1 << 16 or (isinstance(buffer, memoryview) and buffer.readonly):

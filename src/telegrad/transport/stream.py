@@ -9,19 +9,17 @@ import math
 import select
 import socket
 import threading
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from ..errors import ConnectionClosedError, HandedOverError, ProtocolError, TooLargeError, TransportError
 from ..events import logger
 from ..messages import Hello
 from ..options import SHARED_MEMORY_FROM, Options
-from ..primitives import clock, current
+from ..primitives import current
 from ..primitives.interrupts import blocking
-from ..primitives.waiter import Waiter
-from .base import FORKED, Buffer, Connection, ConnectionStatistics, Frames
+from .base import FORKED, BeforeWaiting, Buffer, Connection, ConnectionStatistics, Frames, deadline_of, left_until
 from .lease import ReadLease
-from .shared_memory import SegmentPool
+from .shared_memory import FREE, Segment, SegmentPool
 from .wire import MAX_BUFFERS, MAX_HEADER, FrameReader, in_one_piece, in_pieces
 
 IOV_MAX = 1024
@@ -40,8 +38,8 @@ class StreamConnection(Connection):
         self.fd = sock.fileno()
         self._limit = options.max_message_bytes
         self._small = min(SHARED_MEMORY_FROM, self._limit + 1)
-        # Set by whichever thread is first, and never changed back. Why nothing can be written; and whether
-        # nothing can be read either: a peer that has gone takes nothing, but what it sent can still be read.
+        # Set by the thread that is first, and never changed back. Why nothing can be written; and whether nothing can
+        # be read either: a peer that has gone takes nothing, but what it sent can still be read.
         self._closed_because = ""
         self._aborted = False
         self._failed_with: type[TransportError] = ConnectionClosedError
@@ -53,7 +51,6 @@ class StreamConnection(Connection):
         # taken over by a thread of its own when a writer's time is over in the middle of one.
         self._write_lock = threading.Lock()
         self._messages_out = self._bytes_out = 0
-        self._writers: list[Waiter] = []  # that wait for the lock; its single operations are atomic
 
     def open(self) -> None:
         if not self._aborted:
@@ -64,9 +61,7 @@ class StreamConnection(Connection):
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def write(
-        self, frames: Frames, timeout: float | None = None, before_waiting: Callable[[], None] | None = None
-    ) -> int:
+    def write(self, frames: Frames, timeout: float | None = None, before_waiting: BeforeWaiting = None) -> int:
         header, buffers = frames.header, frames.buffers
         nbytes = len(buffers[0]) if len(buffers) == 1 else sum(map(len, buffers))
         if nbytes + len(header) + 8 * len(buffers) >= self._small:
@@ -84,106 +79,66 @@ class StreamConnection(Connection):
         self._write_pieces([piece], None, nbytes + len(header), timeout, before_waiting)
         return nbytes
 
-    def _write_large(
-        self,
-        frames: Frames,
-        nbytes: int,
-        timeout: float | None,
-        before_waiting: Callable[[], None] | None,
-    ) -> int:
-        self._check_size(frames, nbytes)
-        if self._closed_because:
-            raise ConnectionClosedError(self._closed_because)
-        deadline = None if timeout is None else clock.now() + timeout
-        lane = self._fill_lane(frames, nbytes, deadline, before_waiting)
-        locked = False
-        try:
-            if not self._write_lock.acquire(blocking=False):
-                self._wait_for_write_lock(_left(deadline), before_waiting)
-            locked = True
-            if self._closed_because:
-                raise ConnectionClosedError(self._closed_because)
-            pieces = self._compose(frames, nbytes, lane)
-        except BaseException:
-            self._give_back_lane(lane)
-            if locked:
-                self._unlock()
-            raise
-        self._write_pieces(pieces, lane, nbytes + len(frames.header), _left(deadline), before_waiting)
-        return nbytes
-
-    def _check_size(self, frames: Frames, nbytes: int) -> None:
-        if nbytes > self._limit:
-            raise TooLargeError(
-                f"a message of {nbytes} bytes to worker {self.peer.name!r} is over the limit of {self._limit}; "
-                "send it in parts, or raise Options.max_message_bytes on both workers"
-            )
+    def _write_large(self, frames: Frames, nbytes: int, timeout: float | None, before_waiting: BeforeWaiting) -> int:
+        self._check_size(nbytes, self._limit)
         if len(frames.header) > MAX_HEADER or len(frames.buffers) > MAX_BUFFERS:
             raise TooLargeError(
                 f"a message to worker {self.peer.name!r} has a header of {len(frames.header)} bytes and "
                 f"{len(frames.buffers)} buffers; the limits are {MAX_HEADER} and {MAX_BUFFERS}"
             )
+        if self._closed_because:
+            raise ConnectionClosedError(self._closed_because)
+        deadline = deadline_of(timeout)
+        lane = self._fill_lane(frames, nbytes, deadline, before_waiting)
+        locked = False
+        try:
+            if not self._write_lock.acquire(blocking=False):
+                self._wait_for_write_lock(left_until(deadline), before_waiting)
+            locked = True
+            if self._closed_because:
+                raise ConnectionClosedError(self._closed_because)
+            pieces = self._compose(frames, nbytes, lane)
+        except BaseException:
+            if lane is not None:
+                lane.mark(FREE)
+            if locked:
+                self._unlock()
+            raise
+        self._write_pieces(pieces, lane, nbytes + len(frames.header), left_until(deadline), before_waiting)
+        return nbytes
 
     def _fill_lane(
-        self,
-        frames: Frames,
-        nbytes: int,
-        deadline: float | None,
-        before_waiting: Callable[[], None] | None,
-    ) -> Any:
-        """Copies the buffers to where the peer finds them, outside the lock. None: they go inline."""
+        self, frames: Frames, nbytes: int, deadline: float | None, before_waiting: BeforeWaiting
+    ) -> Segment | None:
+        """Copies the buffers to shared memory, where the peer finds them, outside the lock. None: they go inline."""
         return None
 
-    def _give_back_lane(self, lane: Any) -> None:
-        """Undoes _fill_lane for a message that is not sent."""
-
-    def _compose(self, frames: Frames, nbytes: int, lane: Any) -> list[Buffer]:
+    def _compose(self, frames: Frames, nbytes: int, lane: Segment | None) -> list[Buffer]:
         """The bytes of a message; the write lock is held."""
         return in_pieces(frames.header, frames.buffers, nbytes)
 
-    def _wait_for_write_lock(self, timeout: float | None, before_waiting: Callable[[], None] | None) -> float | None:
-        """Takes the lock that somebody else holds; what is left of the time then."""
-        if before_waiting is not None:
-            before_waiting()
-        deadline = None if timeout is None else clock.now() + timeout
+    def _wait_for_write_lock(self, timeout: float | None, before_waiting: BeforeWaiting) -> float | None:
+        """Takes the lock that another thread holds; returns what is left of the time then."""
+        deadline = deadline_of(timeout)
         # The lock is taken without waiting: an interrupt that ends the wait must not find it taken.
-        while not self._write_lock.acquire(blocking=False):
-            waiter = Waiter()
-            self._writers.append(waiter)
-            if self._write_lock.acquire(blocking=False):
-                break  # it was released before the waiter could be seen
-            left = _left(deadline)
-            if left is not None and left <= 0:
-                raise self._too_slow()
-            waiter.sleep(left)
-        return _left(deadline)
+        self._wait_until(partial(self._write_lock.acquire, blocking=False), deadline, before_waiting)
+        return left_until(deadline)
 
     def _unlock(self) -> None:
         self._write_lock.release()
         if self._writers:
             self._wake_writers()
 
-    def _wake_writers(self) -> None:
-        """Wakes all who wait for the write lock: one that has given up must not be the only one."""
-        while self._writers:
-            try:
-                self._writers.pop().set_done()
-            except IndexError:
-                return
-
-    def _too_slow(self) -> TimeoutError:
-        return TimeoutError(f"worker {self.peer.name!r} did not take the message in time")
-
     def _write_pieces(
         self,
         pieces: list[Buffer],
-        lane: Any,
+        lane: Segment | None,
         nbytes: int | None,
         timeout: float | None,
-        before_waiting: Callable[[], None] | None,
+        before_waiting: BeforeWaiting,
     ) -> None:
         """Writes a message of `nbytes` (-1: a word that is none), or (None) the rest of one. The write lock is held,
-        and let go: by this thread, or by the one that takes over the rest when the time is over in the middle."""
+        and released: by this thread, or by the one that takes over the rest when the time is over in the middle."""
         begun = nbytes is None
         withdrawn = handed_over = waited = False
         deadline: float | None = None
@@ -197,12 +152,12 @@ class StreamConnection(Connection):
                 except BlockingIOError:
                     if not waited:
                         waited = True
-                        deadline = None if timeout is None else clock.now() + timeout
+                        deadline = deadline_of(timeout)
                     try:
-                        self._wait_until_writable(_left(deadline), before_waiting)
+                        self._wait_until_writable(left_until(deadline), before_waiting)
                     except ConnectionClosedError:
                         raise
-                    except BaseException as error:  # the time is over, or somebody pressed Ctrl-C
+                    except BaseException as error:  # the time is over, or a Ctrl-C came
                         if not begun:
                             withdrawn = True
                             self._withdraw(lane)
@@ -239,9 +194,10 @@ class StreamConnection(Connection):
                 if self._writers:
                     self._wake_writers()
 
-    def _withdraw(self, lane: Any) -> None:
+    def _withdraw(self, lane: Segment | None) -> None:
         """Undoes _compose() and _fill_lane() for a message of which nothing was sent. The write lock is held."""
-        self._give_back_lane(lane)
+        if lane is not None:
+            lane.mark(FREE)
 
     def _gave_up(self, error: BaseException) -> HandedOverError:
         handed_over = HandedOverError(
@@ -251,11 +207,11 @@ class StreamConnection(Connection):
             handed_over.interrupt = error
         return handed_over
 
-    def _send(self, pieces: list[Buffer], lane: Any) -> int:
+    def _send(self, pieces: list[Buffer], lane: Segment | None) -> int:
         """Sends what goes at one go. `lane` is given as long as nothing has gone."""
         return self._sock.sendmsg(pieces[:IOV_MAX], (), _NO_SIGNAL)
 
-    def _wait_until_writable(self, timeout: float | None, before_waiting: Callable[[], None] | None) -> None:
+    def _wait_until_writable(self, timeout: float | None, before_waiting: BeforeWaiting) -> None:
         if before_waiting is not None:
             before_waiting()
         if timeout is not None and timeout <= 0:
@@ -271,7 +227,9 @@ class StreamConnection(Connection):
         poll = select.poll()
         # RDHUP: a TCP peer that closed, and reads no more, would leave us here for ever.
         poll.register(self.fd, events | select.POLLRDHUP)
-        found = blocking(poll.poll, _milliseconds(timeout))
+        # poll(2) takes no more than 24 days at once.
+        milliseconds = None if timeout is None else math.ceil(min(max(timeout, 0.0), 1e6) * 1000)
+        found = blocking(poll.poll, milliseconds)
         if found and found[0][1] & _HUNG_UP:
             self._cannot_write(f"worker {self.peer.name!r} closed the connection")
         if self._closed_because:
@@ -402,12 +360,3 @@ def _behind(pieces: list[Buffer], sent: int) -> list[Buffer]:
             return [memoryview(piece)[sent:], *pieces[index + 1 :]]
         sent -= len(piece)
     return []
-
-
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else deadline - clock.now()
-
-
-def _milliseconds(seconds: float | None) -> int | None:
-    """For poll(2), which takes no more than 24 days at once."""
-    return None if seconds is None else math.ceil(min(max(seconds, 0.0), 1e6) * 1000)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from ..errors import AddressError, ConnectError, NoRouteError
 from ..messages import Hello
 from ..options import Options
-from ..primitives import clock
-from .base import Connection, Listener, Transport, ignore
-from .handshake import greet, welcome
+from .base import split_address
 from .lease import ReadLease
-from .listening import StreamListener, connect_socket, split_address
-from .poller import Poller
+from .listening import StreamTransport
 from .stream import StreamConnection
 
 
@@ -26,24 +23,11 @@ class TcpConnection(StreamConnection):
         super().__init__(sock, peer, lease, options)
 
 
-class TcpTransport(Transport):
+class TcpTransport(StreamTransport):
     name = "tcp"
+    connection = TcpConnection
 
-    def __init__(self, poller: Poller, lease: ReadLease, options: Options) -> None:
-        self._poller = poller
-        self._lease = lease
-        self._options = options
-
-    def listen(
-        self,
-        answer: Callable[[Hello], Hello],
-        on_connection: Callable[[Connection], None],
-        on_failed: Callable[[Hello], None] = ignore,
-    ) -> Listener:
-        def accept(sock: socket.socket, answer: Callable[[Hello], Hello]) -> Connection:
-            peer = welcome(sock, answer, self._options.connect_timeout)
-            return TcpConnection(sock, peer, self._lease, self._options)
-
+    def _bind(self) -> tuple[socket.socket, str, Sequence[int]]:
         host = "127.0.0.1" if self._options.tcp_host is None else self._options.tcp_host
         _check_listening_host(host, allowed=self._options.insecure_listen_beyond_loopback)
         try:
@@ -51,11 +35,9 @@ class TcpTransport(Transport):
             sock = socket.create_server(target, family=family, backlog=1024)
         except OSError as error:
             raise AddressError(f"cannot listen for TCP at {host!r}: {error}; see Options.tcp_host") from error
-        address = f"tcp://{host}:{sock.getsockname()[1]}"
-        return StreamListener(sock, address, self._poller, accept, answer, on_connection, on_failed)
+        return sock, f"tcp://{host}:{sock.getsockname()[1]}", ()
 
-    def connect(self, address: str, hello: Hello, timeout: float) -> Connection:
-        deadline = clock.now() + timeout
+    def _target(self, address: str) -> tuple[int, tuple[str, int]]:
         host, _, port = split_address(address, "tcp").rpartition(":")
         if not host or not port.isdecimal():
             raise AddressError(f"{address!r} is not of the form tcp://host:port")
@@ -69,13 +51,7 @@ class TcpTransport(Transport):
                 "On a network where you trust everybody, set Options(tcp_host=ADDRESS, "
                 "insecure_listen_beyond_loopback=True) on this worker, with an address of this host"
             )
-        sock = connect_socket(family, target, address, timeout)
-        try:
-            peer = greet(sock, hello, address, deadline - clock.now())
-            return TcpConnection(sock, peer, self._lease, self._options)
-        except BaseException:
-            sock.close()
-            raise
+        return family, target
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
@@ -98,6 +74,6 @@ def _check_listening_host(host: str, *, allowed: bool) -> None:
     if not loopback and not allowed:
         raise AddressError(
             f"Options.tcp_host is {host!r}, which other machines can reach, and there is no authentication: "
-            "whoever connects can run code as this user. Listen on a loopback address, or, on a network where "
+            "any program that connects can run code as this user. Listen on a loopback address, or, on a network where "
             "you trust everybody, set Options(insecure_listen_beyond_loopback=True)"
         )

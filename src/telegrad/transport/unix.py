@@ -13,22 +13,18 @@ import os
 import socket
 import struct
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 from ..errors import AddressError, ConnectError, ConnectionClosedError, ProtocolError
 from ..events import logger
 from ..messages import Hello
 from ..options import SHARED_MEMORY_FROM, Options
-from ..primitives import clock
-from .base import Buffer, Connection, ConnectionStatistics, Frames, Listener, Transport, ignore
-from .handshake import greet, welcome
+from .base import BeforeWaiting, Buffer, ConnectionStatistics, Frames, left_until, split_address
 from .lease import ReadLease
-from .listening import StreamListener, connect_socket, split_address
-from .poller import Poller
-from .shared_memory import FREE, Mappings, Segment, SegmentPool, aligned, copy_into
+from .listening import StreamTransport
+from .shared_memory import FREE, Mappings, Segment, SegmentPool, aligned, copy_all, parts
 from .stream import _NO_SIGNAL, IOV_MAX, StreamConnection
 from .wire import FrameReader, forget_words, in_pieces, in_segment
 
@@ -60,11 +56,7 @@ class UnixConnection(StreamConnection):
     # -- writing ---------------------------------------------------------------------------------------
 
     def _fill_lane(
-        self,
-        frames: Frames,
-        nbytes: int,
-        deadline: float | None,
-        before_waiting: Callable[[], None] | None,
+        self, frames: Frames, nbytes: int, deadline: float | None, before_waiting: BeforeWaiting
     ) -> Segment | None:
         if nbytes < SHARED_MEMORY_FROM:
             return None
@@ -78,38 +70,28 @@ class UnixConnection(StreamConnection):
         except OSError as error:  # there is another way, only slower
             if not self._warned:
                 self._warned = True
-                logger.warning(
-                    "no shared memory for worker %r, large messages are slower: %s",
-                    self.peer.name,
-                    str(error),
-                )
+                why = str(error)
+                logger.warning("no shared memory for worker %r, large messages are slower: %s", self.peer.name, why)
             return None
         try:
-            target = segment.view()
-            for buffer in frames.buffers:
-                copy_into(target, buffer)
-                target = target[aligned(len(buffer)) :]
+            copy_all(frames.buffers, segment.view())
         except BaseException:
             segment.mark(FREE)
             raise
         return segment
 
-    def _wait_for_room(self, nbytes: int, deadline: float | None, before_waiting: Callable[[], None] | None) -> None:
-        """Waits while the peer has too much to read: the socket alone holds thousands of messages whose bytes
-        lie elsewhere. The peer says nothing when it reads, so we look now and then."""
+    def _wait_for_room(self, nbytes: int, deadline: float | None, before_waiting: BeforeWaiting) -> None:
+        """Waits while the peer has too much to read: the socket alone holds thousands of messages whose bytes lie
+        elsewhere. The peer says nothing when it reads, so this thread looks now and then."""
         if before_waiting is not None:
             before_waiting()
         pause = 1e-4
         while not self._pool.has_room(nbytes, self._unread_limit):
-            left = pause if deadline is None else deadline - clock.now()
-            if left <= 0:
+            left = left_until(deadline)
+            if left is not None and left <= 0:
                 raise self._too_slow()
-            self._wait_for(0, min(left, pause))
+            self._wait_for(0, pause if left is None else min(left, pause))
             pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _give_back_lane(self, lane: Segment | None) -> None:
-        if lane is not None:
-            lane.mark(FREE)
 
     def _compose(self, frames: Frames, nbytes: int, lane: Segment | None) -> list[Buffer]:
         if lane is None:
@@ -165,21 +147,15 @@ class UnixConnection(StreamConnection):
             if not self._descriptors:
                 raise ProtocolError(f"shared segment {id} was announced, but its descriptor did not come")
             self._mappings.adopt(id, capacity, self._descriptors.pop(0))
-        memory = self._mappings.lend(id, capacity, nbytes)
-        buffers: list[Buffer] = []
-        at = 0
-        for length in lengths:
-            buffers.append(memory[at : at + length])
-            at += aligned(length)
-        return buffers
+        return parts(self._mappings.lend(id, capacity, nbytes), lengths)
 
     # -- life ------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         super().tick()
         self._pool.tick()
-        if not self._pool.has_dropped or not self._write_lock.acquire(blocking=False):
-            return  # whoever writes says it, or the next tick does
+        if not self._pool.dropped or not self._write_lock.acquire(blocking=False):
+            return  # the thread that writes says it, or the next tick does
         try:
             self._words = self._pool.take_dropped()
             words = forget_words(self._words)
@@ -213,53 +189,25 @@ class UnixConnection(StreamConnection):
         return replace(super().statistics(), shared_bytes=total, shared_bytes_free=free)
 
 
-class UnixTransport(Transport):
+class UnixTransport(StreamTransport):
     name = "unix"
+    connection = UnixConnection
 
-    def __init__(self, poller: Poller, lease: ReadLease, options: Options) -> None:
-        self._poller = poller
-        self._lease = lease
-        self._options = options
-
-    def listen(
-        self,
-        answer: Callable[[Hello], Hello],
-        on_connection: Callable[[Connection], None],
-        on_failed: Callable[[Hello], None] = ignore,
-    ) -> Listener:
-        def accept(sock: socket.socket, answer: Callable[[Hello], Hello]) -> Connection:
-            _check_user(sock)
-            peer = welcome(sock, answer, self._options.connect_timeout)
-            return UnixConnection(sock, peer, self._lease, self._options)
-
+    def _bind(self) -> tuple[socket.socket, str, Sequence[int]]:
         try:
             sock, path_fd = bind_unseen()
         except OSError as error:
             raise AddressError(f"cannot listen on a unix socket: {error}") from error
-        address = f"unix:///proc/{os.getpid()}/fd/{path_fd}"
-        return _UnixListener(path_fd, sock, address, self._poller, accept, answer, on_connection, on_failed)
+        return sock, f"unix:///proc/{os.getpid()}/fd/{path_fd}", (path_fd,)
 
-    def connect(self, address: str, hello: Hello, timeout: float) -> Connection:
-        deadline = clock.now() + timeout
-        path = split_address(address, "unix")
-        sock = connect_socket(socket.AF_UNIX, path, address, timeout)
-        try:
-            _check_user(sock)
-            peer = greet(sock, hello, address, deadline - clock.now())
-            return UnixConnection(sock, peer, self._lease, self._options)
-        except BaseException:
-            sock.close()
-            raise
+    def _target(self, address: str) -> tuple[int, str]:
+        return socket.AF_UNIX, split_address(address, "unix")
 
-
-class _UnixListener(StreamListener):
-    def __init__(self, path_fd: int, *listening: Any) -> None:
-        self._path_fd = path_fd
-        super().__init__(*listening)
-
-    def _close_descriptors(self) -> None:
-        super()._close_descriptors()
-        os.close(self._path_fd)
+    def _check_peer(self, sock: socket.socket) -> None:
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, uid, _ = _CREDENTIALS.unpack(credentials)
+        if uid not in (os.geteuid(), 0):
+            raise ConnectError(f"the process at the other end belongs to user {uid}, not to {os.geteuid()}")
 
 
 def bind_unseen() -> tuple[socket.socket, int]:
@@ -279,10 +227,3 @@ def bind_unseen() -> tuple[socket.socket, int]:
                 os.close(directory_fd)
         undo.pop_all()
         return sock, path_fd
-
-
-def _check_user(sock: socket.socket) -> None:
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(credentials)
-    if uid not in (os.geteuid(), 0):
-        raise ConnectError(f"the process at the other end belongs to user {uid}, not to {os.geteuid()}")
