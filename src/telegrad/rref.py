@@ -26,8 +26,8 @@ from .primitives.untraced import untraced_methods
 from .references.table import Entry, Owned
 from .runtime.pending import effective_timeout
 from .runtime.serving import MAY_WAIT
-from .serialization.by_value import received_handle
 from .serialization.handles import Handle
+from .serialization.pickling_state import received_handle
 from .worker import Worker
 
 T = TypeVar("T")

@@ -50,8 +50,8 @@ from .runtime.recording import Recorder
 from .runtime.serving import Dispatch
 from .runtime.shutdown import Retirement
 from .runtime.threads import Threads
-from .serialization.by_value import main_script
 from .serialization.codec import Body, Codec
+from .serialization.namespaces import main_script
 from .transport.base import Connection, ConnectionStatistics, Frames
 from .transport.inproc import Hub, loopback
 from .transport.lease import ReadLease

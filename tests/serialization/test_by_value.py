@@ -500,7 +500,7 @@ def test_a_parameter_server(cluster, script, transport):
 
 def tables(end: End) -> dict[str, int]:
     """How much a codec keeps of definitions, sent and received."""
-    definitions = end.codec._definitions
+    definitions = end.codec.definitions
     namespaces = definitions._namespaces
     return {
         "received": len(definitions._received),
@@ -521,7 +521,7 @@ def test_what_a_gone_worker_has_sent_is_forgotten(link, script):
     link.call(script.add, 1)
     link.call(lambda: script.SCALE)
     assert tables(link.far)["received"]
-    received = next(f for f in link.far.codec._definitions._received.values() if f.__name__ == "add")
+    received = next(f for f in link.far.codec.definitions._received.values() if f.__name__ == "add")
     weights = weakref.ref(received.__globals__["weights"])
     del received
     link.far.codec.forget(link.near.id)
@@ -650,7 +650,7 @@ def test_a_call_that_is_not_sent_leaves_nothing_unanswered(pair, script, monkeyp
 def test_a_worker_forgets_a_peer_with_its_connection(pair, script):
     assert rpc.rpc_sync("a", script.count) == 1
     (a,) = [worker for worker in pair._in_process if worker.name == "a"]
-    definitions, namespaces = a._codec._definitions, a._codec._namespaces
+    definitions, namespaces = a._codec.definitions, a._codec.namespaces
     assert definitions._received
     (connection,) = a._peers.connections()
     a.on_lost(connection, "the test says so")

@@ -5,12 +5,13 @@ Both directions are remembered, and checked again on each use, so a name that is
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import types
 from typing import Any, NamedTuple
 
-from .by_value import MAIN, REGISTERED, CachedFunction, is_by_value
+from .namespaces import MAIN, REGISTERED, CachedFunction, follow, is_by_value
 
 _MOST = 10_000  # names remembered, before starting anew
 
@@ -26,7 +27,7 @@ class _Named(NamedTuple):
 
 
 class Names:
-    """Of one worker."""
+    """The names of functions that one worker has sent or looked up."""
 
     def __init__(self) -> None:
         # Only single operations on these, which are atomic; what is lost in a race is looked up again.
@@ -57,9 +58,7 @@ class Names:
         # torch's own functions call themselves _VariableFunctionsClass.add; they are torch.add.
         for qualname in (function.__qualname__, function.__name__):
             *path, last = qualname.split(".")
-            holder: Any = module
-            for part in path:
-                holder = getattr(holder, part, None)
+            holder = follow(module, path)
             if holder is not None and getattr(holder, last, None) is function:
                 is_of_main = module_name in MAIN
                 name = f"{'__main__' if is_of_main else module_name}:{qualname}".encode()
@@ -79,10 +78,8 @@ class Names:
         if known is not None and getattr(known.holder, known.attribute, None) is known.function:
             return known.function
         module_name, _, qualname = name.decode().partition(":")
-        holder: Any = importlib.import_module(module_name)
         *path, last = qualname.split(".")
-        for part in path:
-            holder = getattr(holder, part)
+        holder = functools.reduce(getattr, path, importlib.import_module(module_name))
         function = getattr(holder, last)
         if len(self._by_name) >= _MOST:
             self._by_name.clear()

@@ -1,8 +1,8 @@
-"""What goes by value is sent once: functions and classes that a module holds under their names.
+"""Definitions: functions and classes that a module holds under their names go by value only once.
 
-Such a definition gets a number from its sender. Until the callee has answered a message that carried the
-definition, every message that refers to it carries it; from then on the number is enough. When anything
-that went into the definition is bound anew (see by_value.Dependencies), it is a new one, with a higher number.
+A definition gets a number from its sender. Until the callee has answered a message that carried the definition, every
+message that refers to it carries it; from then on the number is enough. When anything that went into the definition is
+bound anew (see by_value.Dependencies), it is a new one, with a higher number.
 
     sent      [definitions that the callee may not have yet]  values that refer to (sender, number)
     received  the definitions are rebuilt and kept, then the values are
@@ -23,20 +23,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ..errors import DecodeError, EncodeError
-from .by_value import (
-    MAIN,
-    Dependencies,
-    Namespace,
-    Namespaces,
-    defined,
-    is_by_value,
-    is_definition,
-    module_attribute,
-)
-from .handles import Handle
+from .by_value import Dependencies, origin_of
+from .namespaces import MAIN, Namespace, Namespaces, follow, is_by_value, is_definition, module_attribute
+from .pickling_state import Outgoing, defined
 
 _REFERENCE = struct.Struct("<BQQ")  # in the place of a function's name, which never starts with a zero byte
 _MOST_UNANSWERED = 10_000  # messages remembered, before starting anew
@@ -57,28 +47,13 @@ class Definition:
         self.known_to: set[int] = set()  # ids of the workers that have it; its single operations are atomic
 
 
-class Outgoing:
-    """What must be known of a message while it is pickled."""
-
-    __slots__ = ("peer", "same_main", "keep", "carried", "tracked", "handles")
-
-    def __init__(self, peer: int, same_main: bool, *, track: bool = False) -> None:
-        self.peer = peer
-        self.same_main = same_main  # whether the peer runs the same script as this worker
-        self.keep: list[Any] = []  # what the memory of tensors belongs to
-        self.carried: list[Definition] | None = []  # None: it cannot carry any
-        # The tensors that require grad, in a message whose gradients will be asked for; None in any other.
-        self.tracked: list[torch.Tensor] | None = [] if track else None
-        self.handles: list[Handle] | None = []  # None: it cannot carry any
-
-
 class Definitions:
-    """Of one worker: what it has sent, and what it has received. `dump` pickles an object by value."""
+    """The definitions that one worker has sent, and those that it has received. `dump` pickles an object by value."""
 
     def __init__(self, namespaces: Namespaces, dump: Callable[[Any, Dependencies], bytes]) -> None:
         self._namespaces = namespaces
         self._dump = dump
-        # Guards the writing of all below, but single operations. See Note [finalisers] in by_value.py.
+        # Guards the writing of all below, but single operations. See Note [finalisers] in namespaces.py.
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._current: dict[tuple[int, str, str], Definition] = {}  # by origin, module and name
@@ -108,7 +83,7 @@ class Definitions:
             return module_attribute, definition
         path, _, name = obj.__qualname__.rpartition(".")
         if path and "<" not in path:  # it is inside of a class
-            origin = self._namespaces.origin_of(obj)
+            origin = origin_of(obj, self._namespaces)
             holder = self._look_up(origin, obj.__module__, path)
             if isinstance(holder, type) and getattr(holder, name, None) is obj:
                 # Not in a class that is itself pickled in place: its inside is not there yet when it is looked for.
@@ -122,7 +97,7 @@ class Definitions:
         definition = self._by_id.get(id(obj))
         if definition is None or definition.obj is not obj:
             definition = None
-            origin = self._namespaces.origin_of(obj)
+            origin = origin_of(obj, self._namespaces)
         else:
             origin = definition.origin
         if message.same_main or origin == message.peer:
@@ -146,10 +121,7 @@ class Definitions:
         if namespace is None:
             return None
         top, *path = qualname.split(".")
-        found = namespace.source.get(top)
-        for part in path:
-            found = getattr(found, part, None)
-        return found
+        return follow(namespace.source.get(top), path)
 
     def _define(self, obj: Any, origin: int, module: str, name: str) -> Definition | None:
         namespace = self._namespaces.find(origin, module)
@@ -208,15 +180,11 @@ class Definitions:
         return self._blob(obj, namespace, obj.__qualname__, Dependencies())
 
     def on_answered(self, message_id: int, by: int, *, has_run: bool) -> None:
-        """A call was answered; if the peer has run it, it has what that carried."""
+        """Notes that a call was answered; a peer that has run it has the definitions that it carried."""
         peer, carried = self.unanswered.get(message_id, (by, ()))
         if peer == by and self.unanswered.pop(message_id, None) is not None and has_run:
             for definition in carried:
                 definition.known_to.add(peer)
-
-    def not_sent(self, message_id: int) -> None:
-        """The message was encoded, and not sent."""
-        self.unanswered.pop(message_id, None)
 
     def forget(self, peer: int) -> None:
         """Forgets what a worker that is gone has sent, and what it was sent."""

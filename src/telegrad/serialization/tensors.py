@@ -12,9 +12,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import pickle
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +30,7 @@ from .._torch import (
 )
 from ..errors import EncodeError
 from ..options import SHARED_MEMORY_FROM
+from .pickling_state import arriving
 
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _DTYPE_NAMES = {v: k for k, v in _DTYPES.items()}
@@ -95,29 +93,12 @@ def reduce_tracked(tensor: torch.Tensor, tracked: list[torch.Tensor]) -> Any:
         return _subclass_at, (kind, len(tracked) - 1, _state(tensor))
 
 
-class _Tracked(threading.local):
-    tensors: Sequence[torch.Tensor] = ()
-
-
-_tracked = _Tracked()  # those of the message that this thread decodes
-
-
-@contextmanager
-def attached(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """While the values of a message are unpickled: the tracked tensors, which have their history already."""
-    before, _tracked.tensors = _tracked.tensors, tensors
-    try:
-        yield
-    finally:
-        _tracked.tensors = before
-
-
 def _at(place: int) -> torch.Tensor:
-    return _tracked.tensors[place]
+    return arriving().tracked[place]
 
 
 def _subclass_at(kind: type[torch.Tensor], place: int, state: Any) -> torch.Tensor:
-    tensor = _tracked.tensors[place]
+    tensor = arriving().tracked[place]
     if issubclass(kind, torch.nn.Parameter):
         # A Parameter is a leaf, and this tensor has a history. torch takes for a Parameter what says that it is one.
         tensor._is_param = True

@@ -1,10 +1,11 @@
-"""What torch knows by names of its own, in a pickle: TorchScript's functions and modules, and operators.
+"""Objects that torch knows by names of its own, in a pickle: TorchScript's functions and modules, and operators.
 
 By reference where the callee can import them; scripted ones are saved otherwise.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from .._torch import OpOverload, OpOverloadPacket, wrap_cpp_module
-from .by_value import MAIN, module_attribute
+from .namespaces import MAIN, module_attribute
 
 _SCRIPTED = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch.ScriptMethod)
 _OPERATORS = (OpOverloadPacket, OpOverload)
@@ -36,22 +37,14 @@ def reduce_named_by_torch(obj: Any, same_main: bool) -> Any:
         *path, name = obj.qualified_name.removeprefix("__torch__.").split(".")
         module = ".".join(path) or "__main__"
         if getattr(sys.modules.get(module), name, None) is obj and (module not in MAIN or same_main):
-            return _attribute, (module, name)
+            return module_attribute, (module, name)
     file = io.BytesIO()
     torch.jit.save(obj, file)
     return _load, (file.getvalue(), isinstance(obj, torch.jit.ScriptFunction))
 
 
 def _operator(*path: str) -> Any:
-    found: Any = torch.ops
-    for part in path:
-        found = getattr(found, part)
-    return found
-
-
-def _attribute(module: str, name: str) -> Any:
-    __import__(module)
-    return module_attribute(module, name)
+    return functools.reduce(getattr, path, torch.ops)
 
 
 def _load(data: bytes, is_function: bool) -> Any:

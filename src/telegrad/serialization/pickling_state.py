@@ -1,0 +1,67 @@
+"""What must be known of one message while it is pickled (Outgoing) and while it is unpickled (unpickling)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..messages import Hello
+from .handles import Handle
+
+if TYPE_CHECKING:
+    from .by_value_cache import Definition
+    from .values import Values
+
+
+class Outgoing:
+    """A message that is being pickled."""
+
+    __slots__ = ("peer", "same_main", "keep", "carried", "tracked", "handles")
+
+    def __init__(self, peer: Hello, main: str, *, track: bool = False) -> None:
+        self.peer = peer.id
+        self.same_main = peer.main != "" and peer.main == main  # whether the peer runs the same script as this worker
+        self.keep: list[Any] = []  # what the memory of tensors belongs to
+        self.carried: list[Definition] | None = []  # None: it cannot carry any
+        # The tensors that require grad, in a message whose gradients will be asked for; None in any other.
+        self.tracked: list[torch.Tensor] | None = [] if track else None
+        self.handles: list[Handle] | None = []  # None: it cannot carry any
+
+
+class unpickling:
+    """A message that this thread unpickles: which worker it came to, from which other one (None: from none), and its
+    tracked tensors, which have their history already. Pickle has no place to hand this to the functions that it
+    calls. A constructor that is called meanwhile may make calls of its own, so these nest."""
+
+    def __init__(self, at: Values, sender: int | None, tracked: Sequence[torch.Tensor] = ()) -> None:
+        self.at = at
+        self.sender = sender
+        self.tracked = tracked
+
+    def __enter__(self) -> None:
+        self._before = getattr(_thread, "message", None)
+        _thread.message = self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.message = self._before
+
+
+_thread = threading.local()
+
+
+def arriving() -> unpickling:
+    """The message that this thread unpickles."""
+    return _thread.message  # type: ignore[no-any-return]
+
+
+def defined(owner: int, number: int) -> Any:
+    """In a pickle: the definition that a worker has given a number."""
+    return arriving().at.definitions.get(owner, number)
+
+
+def received_handle(id: int, owner: int) -> Any:
+    """In a pickle: the worker that it came to, and its entry for a value of a worker."""
+    return arriving().at.handle(id, owner)

@@ -1,0 +1,265 @@
+"""Values to bytes and back. They are pickled in the first of these ways that can:
+
+    flat      each value is plain or a tensor; tensors' metadata lies beside the values
+    nested    any picklable values, with tensors wherever they are
+    by value  the same, made by cloudpickle, for what the callee cannot import (see by_value.py)
+
+In a message that is tracked (one sent in a context), the tensors that require grad stand apart: they are rebuilt first,
+get their history, and then take their places among the values.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from .._torch import DisableTorchFunctionSubclass
+from ..errors import DecodeError, EncodeError, text_of
+from ..options import SHARED_MEMORY_FROM
+from ..primitives.interrupts import interruptible, is_interrupt
+from ..transport.base import Buffer
+from .by_value import ByValuePickler, Dependencies
+from .by_value_cache import Definitions
+from .handles import Handle
+from .namespaces import Namespaces, is_by_value, is_definition
+from .pickling_state import Outgoing, unpickling
+from .tensors import FLAGS, REQUIRES_GRAD, describe, rebuild, reduce_tensor, reduce_tracked
+from .torch_objects import is_named_by_torch, reduce_named_by_torch
+
+# Gives received tensors their history.
+Attach = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+_FLAT = 1  # the first byte of flat values; a pickle's is 0x80
+_FLAT_BYTE = b"\x01"
+_APART = 2  # the first byte where tracked tensors come before the values
+_APART_HEAD = struct.Struct("<BIQ")  # that, the buffers of the values, the length of the tensors' pickle
+_PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
+
+
+class _ByValueError(Exception):
+    """Something in the message must go by value."""
+
+
+class Values:
+    """Pickles and unpickles values, for one worker."""
+
+    def __init__(self, worker_id: int) -> None:
+        self.namespaces = Namespaces(worker_id)
+        self.definitions = Definitions(self.namespaces, self._dump_definition)
+        self.handle: Callable[[int, int], Any] = _no_handle  # the worker, and its entry for a handle that came
+
+    # -- pickling --------------------------------------------------------------------------------------
+
+    def dump(self, values: tuple[Any, ...], message: Outgoing) -> tuple[bytes, Sequence[Buffer]]:
+        """Values as a pickle, and the large memory beside it."""
+        flat = _flatten(values, message)
+        if flat is None:
+            return self.dump_nested(values, message, in_band=False)
+        buffers: list[pickle.PickleBuffer] = []
+        pickled = _FLAT_BYTE + pickle.dumps(flat, 5, buffer_callback=buffers.append)
+        return pickled, [buffer.raw() for buffer in buffers] if buffers else ()
+
+    def dump_nested(self, values: Any, message: Outgoing, *, in_band: bool) -> tuple[bytes, Sequence[Buffer]]:
+        """The same for any values. `in_band`: large memory goes into the pickle, too."""
+        buffers: list[Buffer] = []
+        on_buffer = None if in_band else _beside(buffers)
+        pickled = self._pickle(values, message, buffers, on_buffer)
+        if not message.tracked:
+            return pickled, buffers
+        ahead = len(buffers)
+        tracked, message.tracked = message.tracked, None
+        with DisableTorchFunctionSubclass():
+            plain = [torch.Tensor._make_subclass(torch.Tensor, tensor, False) for tensor in tracked]
+        apart = self._pickle(plain, message, buffers, on_buffer)
+        message.tracked = tracked
+        return b"".join((_APART_HEAD.pack(_APART, ahead, len(apart)), apart, pickled)), buffers
+
+    def _pickle(
+        self, values: Any, message: Outgoing, buffers: list[Buffer], on_buffer: Callable[[Any], Any] | None
+    ) -> bytes:
+        already = len(buffers)
+        file = io.BytesIO()
+        pickler: pickle.Pickler = _Pickler(file, on_buffer, lambda obj: self._reduce(obj, message, by_value=False))
+        try:
+            interruptible(pickler.dump, values)
+            return file.getvalue()
+        except (_ByValueError, pickle.PicklingError, AttributeError, TypeError):
+            pass  # and now with cloudpickle
+        del buffers[already:]
+        for noted in (message.tracked, message.handles):
+            if noted:
+                noted.clear()
+        file = io.BytesIO()
+        pickler = ByValuePickler(
+            file, on_buffer, self.namespaces, lambda obj: self._reduce(obj, message, by_value=True), Dependencies()
+        )
+        interruptible(pickler.dump, values)
+        return file.getvalue()
+
+    def _dump_definition(self, value: Any, made_of: Dependencies) -> bytes:
+        """Pickles a definition, with all that it needs."""
+        keep: list[Any] = []
+        file = io.BytesIO()
+        pickler = ByValuePickler(
+            file, None, self.namespaces, lambda obj: _reduce_data(obj, keep, same_main=False), made_of
+        )
+        try:
+            interruptible(pickler.dump, value)
+        except BaseException as error:
+            raise EncodeError(reason_of(error)) from error
+        return file.getvalue()
+
+    def _reduce(self, obj: Any, message: Outgoing, *, by_value: bool) -> Any:
+        """What telegrad has to say about how an object is saved; NotImplemented: nothing."""
+        if is_definition(obj):
+            if not is_by_value(obj):
+                return NotImplemented
+            reduced = self.definitions.reduce(obj, message)
+            if reduced is NotImplemented and not by_value:
+                raise _ByValueError
+            return reduced
+        if isinstance(obj, Handle):
+            if message.handles is None:
+                raise EncodeError("an RRef cannot be sent in an exception")
+            message.handles.append(obj)
+            return obj.rebuild, (obj.entry.id, obj.entry.owner)
+        if message.tracked is not None and isinstance(obj, torch.Tensor) and obj.requires_grad:
+            return reduce_tracked(obj, message.tracked)
+        return _reduce_data(obj, message.keep, same_main=message.same_main)
+
+    # -- unpickling ------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        pickled: memoryview,
+        buffers: Sequence[Buffer],
+        sender: int | None = None,
+        attach: Attach | None = None,
+        tracked: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        """The values of a message of `sender`; `attach` gives those that were tracked their history."""
+        if pickled[0] == _FLAT:
+            values, tensors = pickle.loads(pickled[1:], buffers=buffers)
+            if tensors is None:
+                return values
+            if not torch.is_inference_mode_enabled():
+                return _unflatten(values, tensors, attach)
+            with torch.inference_mode(False):
+                return _unflatten(values, tensors, attach)
+        if pickled[0] == _APART:
+            _, ahead, length = _APART_HEAD.unpack_from(pickled)
+            start = _APART_HEAD.size + length
+            apart = self.load(pickled[_APART_HEAD.size : start], buffers[ahead:], sender)
+            with torch.inference_mode(False):
+                tracked = [tensor.requires_grad_() for tensor in apart] if attach is None else attach(apart)
+            return self.load(pickled[start:], buffers[:ahead], sender, tracked=tracked)
+        # What arrives in inference mode is no inference tensor: it may be kept beyond that.
+        no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        with no_inference, unpickling(self, sender, tracked):
+            return interruptible(partial(pickle.loads, pickled, buffers=buffers))
+
+    def load_definitions(self, carried: Buffer, sender: int) -> None:
+        """Rebuilds the definitions that a message carries."""
+        with unpickling(self, sender):
+            interruptible(self.definitions.receive, carried, sender)
+
+
+def reason_of(error: BaseException) -> str:
+    """The text of an error that users' code has raised. A Ctrl-C goes through."""
+    if is_interrupt(error):
+        raise error
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def _no_handle(id: int, owner: int) -> Any:
+    raise DecodeError(f"an RRef (to value {id} of worker {owner}) came where none is known")
+
+
+def _reduce_data(obj: Any, keep: list[Any], *, same_main: bool) -> Any:
+    if issubclass(type(obj), torch.Tensor):
+        return reduce_tensor(obj, keep)
+    if is_named_by_torch(obj):
+        return reduce_named_by_torch(obj, same_main)
+    return NotImplemented
+
+
+def _beside(buffers: list[Buffer]) -> Callable[[pickle.PickleBuffer], bool]:
+    """Puts large memory beside the pickle. Small memory stays in it: there may be any number of small arrays."""
+
+    def on_buffer(buffer: pickle.PickleBuffer) -> bool:
+        memory = buffer.raw()
+        if memory.nbytes < SHARED_MEMORY_FROM:
+            return True
+        buffers.append(memory)
+        return False
+
+    return on_buffer
+
+
+class _Pickler(pickle.Pickler):
+    """The plain pickler. `reduce` has the first word about every object."""
+
+    def __init__(self, file: io.BytesIO, on_buffer: Callable[[Any], Any] | None, reduce: Callable[[Any], Any]) -> None:
+        super().__init__(file, 5, buffer_callback=on_buffer)
+        self.reducer_override = reduce  # type: ignore[method-assign]
+
+
+def _flatten(values: tuple[Any, ...], message: Outgoing) -> tuple[Any, ...] | None:
+    """(values with None for tensors, {position: tensor's description}); None if there is something else.
+
+    A tensor that is there more than once is described once, and then by its first position.
+    """
+    tensors: dict[int, Any] | None = None
+    tracked = []
+    for position, value in enumerate(values):
+        kind = type(value)
+        if kind is torch.Tensor:
+            if tensors is None:
+                tensors = {}
+                seen: dict[int, int] = {}
+            elif id(value) in seen:
+                tensors[position] = seen[id(value)]
+                continue
+            description = describe(value, message.keep)
+            if description is None:
+                return None
+            tensors[position] = description
+            seen[id(value)] = position
+            if value.requires_grad:
+                tracked.append(value)
+        elif kind not in _PLAIN:
+            return None
+    if tracked and message.tracked is not None:
+        message.tracked = tracked
+    if tensors is None:
+        return values, None
+    return tuple([None if position in tensors else value for position, value in enumerate(values)]), tensors
+
+
+def _unflatten(values: tuple[Any, ...], tensors: dict[int, Any], attach: Attach | None) -> tuple[Any, ...]:
+    found = list(values)
+    tracked = []
+    for position, description in tensors.items():
+        if type(description) is int:
+            continue
+        if attach is not None and description[FLAGS] & REQUIRES_GRAD:
+            tracked.append(position)
+            found[position] = rebuild(*description, detached=True)  # type: ignore[misc]
+        else:
+            found[position] = rebuild(*description)
+    if tracked:
+        assert attach is not None
+        with_history = attach([found[position] for position in tracked])
+        for position, tensor in zip(tracked, with_history, strict=True):
+            found[position] = tensor
+    for position, description in tensors.items():
+        if type(description) is int:
+            found[position] = found[description]
+    return tuple(found)
