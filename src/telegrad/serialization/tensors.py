@@ -1,10 +1,9 @@
 """Tensors in and out of a pickle: metadata in the skeleton, large memory beside it.
 
-`reduce_tensor` says how a tensor is rebuilt. Small memory is copied into the skeleton; from
-SHARED_MEMORY_FROM bytes on it is a pickle buffer that points at the tensor's own memory, which the
-transport moves. The memory is sent as it lies where it is dense (any order of strides), else packed. The
-conj and neg bits travel as bits. A tensor of another device goes through host memory, and back to its
-device where the receiver has it.
+`reduce_tensor` says how a tensor is rebuilt. Small memory is copied into the skeleton; from SHARED_MEMORY_FROM bytes on
+it is a pickle buffer that points at the tensor's own memory, which the transport moves. The memory is sent as it lies
+where it is dense (any order of strides), else packed. The conj and neg bits travel as bits. A tensor of another device
+goes through host memory, and back to its device where the receiver has it.
 """
 
 from __future__ import annotations
@@ -42,23 +41,27 @@ FLAGS = 4  # their place in a description
 # memoryview in it, Python 3.11 crashes.
 _array_type = functools.lru_cache(maxsize=4096)(lambda nbytes: ctypes.c_char * nbytes)
 
-_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 _BY_ROW = {torch.sparse_csr, torch.sparse_bsr}
+_BY_COLUMN = {torch.sparse_csc, torch.sparse_bsc}
 
-# A subclass that has a way of its own to be saved knows better than we do.
 _TORCHS_WAYS = {torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__}
+
+
+def _saves_itself(kind: type[torch.Tensor]) -> bool:
+    """Whether a subclass has a way of its own to be saved: it knows better than we do."""
+    return kind.__reduce_ex__ not in _TORCHS_WAYS or kind.__reduce__ is not torch.Tensor.__reduce__
 
 
 def reduce_tensor(tensor: torch.Tensor, keep: list[Any]) -> Any:
     """How pickle should save a tensor, or NotImplemented for one that knows better itself.
 
-    `keep` gets whatever must live until the memory that pickle buffers point at was sent.
+    `keep` gets what must live until the memory that pickle buffers point at was sent.
     """
     kind = type(tensor)
     if kind is torch.Tensor and not tensor.__dict__:
         return _reduce_plain(tensor, keep)
     with DisableTorchFunctionSubclass():
-        if kind.__reduce_ex__ not in _TORCHS_WAYS or kind.__reduce__ is not torch.Tensor.__reduce__:
+        if _saves_itself(kind):
             return NotImplemented
         if hasattr(kind, "__tensor_flatten__"):
             return _reduce_flattened(tensor)
@@ -82,9 +85,7 @@ def reduce_tracked(tensor: torch.Tensor, tracked: list[torch.Tensor]) -> Any:
     if isinstance(tensor, UninitializedTensorMixin):
         return NotImplemented  # it has no values yet, and so no gradient
     with DisableTorchFunctionSubclass():
-        has_own_way = kind.__reduce_ex__ not in _TORCHS_WAYS or kind.__reduce__ is not torch.Tensor.__reduce__
-        is_wrapper = kind.__torch_dispatch__ is not disabled_torch_dispatch
-        if has_own_way or is_wrapper:
+        if _saves_itself(kind) or kind.__torch_dispatch__ is not disabled_torch_dispatch:
             raise EncodeError(
                 f"a {kind.__name__} that requires grad cannot be followed to another worker: its class says itself how "
                 "it is saved. Send the plain tensors that it is made of, or its detach()"
@@ -217,7 +218,7 @@ def _have_device(name: str) -> bool:
 
 def _rebuild_subclass(kind: type[torch.Tensor], plain: torch.Tensor, requires_grad: bool, state: Any) -> torch.Tensor:
     if kind is torch.Tensor:
-        tensor = plain.requires_grad_() if requires_grad else plain
+        tensor = plain.requires_grad_(requires_grad)
     else:
         tensor = torch.Tensor._make_subclass(kind, plain, requires_grad)
     if state is not None:
@@ -256,40 +257,26 @@ def _set_state(tensor: torch.Tensor, state: Any) -> None:
 
 
 def _reduce_sparse(tensor: torch.Tensor) -> Any:
-    requires_grad = tensor.requires_grad
+    """By the dense tensors that it is made of."""
+    requires_grad, shape, layout = tensor.requires_grad, tuple(tensor.shape), tensor.layout
     tensor = tensor.detach()
-    if tensor.layout is torch.sparse_coo:
-        shape, coalesced = tuple(tensor.shape), tensor.is_coalesced()
-        return _rebuild_coo, (tensor._indices(), tensor._values(), shape, coalesced, requires_grad)
-    if tensor.layout in _COMPRESSED:
-        by_row = tensor.layout in _BY_ROW
-        outer = tensor.crow_indices() if by_row else tensor.ccol_indices()
-        inner = tensor.col_indices() if by_row else tensor.row_indices()
-        layout = str(tensor.layout).removeprefix("torch.")
-        shape = tuple(tensor.shape)
-        return _rebuild_compressed, (outer, inner, tensor.values(), shape, layout, requires_grad)
-    return NotImplemented
+    if layout is torch.sparse_coo:
+        parts, options = (tensor._indices(), tensor._values()), {"is_coalesced": tensor.is_coalesced()}
+    elif layout in _BY_ROW:
+        parts, options = (tensor.crow_indices(), tensor.col_indices(), tensor.values()), {}
+    elif layout in _BY_COLUMN:
+        parts, options = (tensor.ccol_indices(), tensor.row_indices(), tensor.values()), {}
+    else:
+        return NotImplemented
+    return _rebuild_sparse, (str(layout).removeprefix("torch."), parts, shape, options, requires_grad)
 
 
-def _rebuild_coo(
-    indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], coalesced: bool, requires_grad: bool
-) -> torch.Tensor:
-    tensor = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=coalesced)
-    return tensor.requires_grad_() if requires_grad else tensor
-
-
-def _rebuild_compressed(
-    outer: torch.Tensor,
-    inner: torch.Tensor,
-    values: torch.Tensor,
-    shape: tuple[int, ...],
-    layout: str,
-    requires_grad: bool,
-) -> torch.Tensor:
-    tensor = torch.sparse_compressed_tensor(
-        outer, inner, values, shape, layout=getattr(torch, layout), check_invariants=False
-    )
-    return tensor.requires_grad_() if requires_grad else tensor
+def _rebuild_sparse(layout: str, parts: Any, shape: tuple[int, ...], options: Any, requires_grad: bool) -> Any:
+    if layout == "sparse_coo":
+        tensor = torch.sparse_coo_tensor(*parts, shape, check_invariants=False, **options)
+    else:
+        tensor = torch.sparse_compressed_tensor(*parts, shape, layout=getattr(torch, layout), check_invariants=False)
+    return tensor.requires_grad_(requires_grad)
 
 
 def _reduce_quantized(tensor: torch.Tensor) -> Any:

@@ -64,22 +64,31 @@ class StreamConnection(Connection):
     def write(self, frames: Frames, timeout: float | None = None, before_waiting: BeforeWaiting = None) -> int:
         header, buffers = frames.header, frames.buffers
         nbytes = len(buffers[0]) if len(buffers) == 1 else sum(map(len, buffers))
-        if nbytes + len(header) + 8 * len(buffers) >= self._small:
-            return self._write_large(frames, nbytes, timeout, before_waiting)
-        # Nearly all messages: in one piece, at one go.
-        if not self._write_lock.acquire(blocking=False):
-            timeout = self._wait_for_write_lock(timeout, before_waiting)
+        is_small = nbytes + len(header) + 8 * len(buffers) < self._small  # nearly all are: in one piece, at one go
+        lane, locked = None, False
+        pieces: list[Buffer]
         try:
+            if not is_small:
+                self._check(frames, nbytes)
+                deadline = deadline_of(timeout)
+                lane = self._fill_lane(frames, nbytes, deadline, before_waiting)
+                timeout = left_until(deadline)
+            if not self._write_lock.acquire(blocking=False):
+                timeout = self._wait_for_write_lock(timeout, before_waiting)
+            locked = True
             if self._closed_because:
                 raise ConnectionClosedError(self._closed_because)
-            piece = in_one_piece(header, buffers, nbytes)
+            pieces = [in_one_piece(header, buffers, nbytes)] if is_small else self._compose(frames, nbytes, lane)
         except BaseException:
-            self._unlock()
+            if lane is not None:
+                lane.mark(FREE)
+            if locked:
+                self._unlock()
             raise
-        self._write_pieces([piece], None, nbytes + len(header), timeout, before_waiting)
+        self._write_pieces(pieces, lane, nbytes + len(header), timeout, before_waiting)
         return nbytes
 
-    def _write_large(self, frames: Frames, nbytes: int, timeout: float | None, before_waiting: BeforeWaiting) -> int:
+    def _check(self, frames: Frames, nbytes: int) -> None:
         self._check_size(nbytes, self._limit)
         if len(frames.header) > MAX_HEADER or len(frames.buffers) > MAX_BUFFERS:
             raise TooLargeError(
@@ -88,24 +97,6 @@ class StreamConnection(Connection):
             )
         if self._closed_because:
             raise ConnectionClosedError(self._closed_because)
-        deadline = deadline_of(timeout)
-        lane = self._fill_lane(frames, nbytes, deadline, before_waiting)
-        locked = False
-        try:
-            if not self._write_lock.acquire(blocking=False):
-                self._wait_for_write_lock(left_until(deadline), before_waiting)
-            locked = True
-            if self._closed_because:
-                raise ConnectionClosedError(self._closed_because)
-            pieces = self._compose(frames, nbytes, lane)
-        except BaseException:
-            if lane is not None:
-                lane.mark(FREE)
-            if locked:
-                self._unlock()
-            raise
-        self._write_pieces(pieces, lane, nbytes + len(frames.header), left_until(deadline), before_waiting)
-        return nbytes
 
     def _fill_lane(
         self, frames: Frames, nbytes: int, deadline: float | None, before_waiting: BeforeWaiting
@@ -162,9 +153,9 @@ class StreamConnection(Connection):
                             withdrawn = True
                             self._withdraw(lane)
                             raise
-                        self._leave_to_a_thread(pieces)
+                        late = self._hand_over(pieces, error)
                         handed_over = True
-                        raise self._gave_up(error) from error
+                        raise late from error
                     before_waiting = None
                     continue
                 if not begun:
@@ -199,14 +190,6 @@ class StreamConnection(Connection):
         if lane is not None:
             lane.mark(FREE)
 
-    def _gave_up(self, error: BaseException) -> HandedOverError:
-        handed_over = HandedOverError(
-            f"worker {self.peer.name!r} did not take the message in time; the rest of it follows"
-        )
-        if not isinstance(error, TimeoutError):
-            handed_over.interrupt = error
-        return handed_over
-
     def _send(self, pieces: list[Buffer], lane: Segment | None) -> int:
         """Sends what goes at one go. `lane` is given as long as nothing has gone."""
         return self._sock.sendmsg(pieces[:IOV_MAX], (), _NO_SIGNAL)
@@ -240,9 +223,9 @@ class StreamConnection(Connection):
         if not self._closed_because:
             self._closed_because = reason
 
-    def _leave_to_a_thread(self, pieces: list[Buffer]) -> None:
-        # Half a message is out, so the stream is of no use until the other half is; but the caller's time is
-        # over and its tensors are its own again. So the rest is copied, and written by a thread that has the time.
+    def _hand_over(self, pieces: list[Buffer], error: BaseException) -> HandedOverError:
+        # Half a message is out, so the stream is of no use until the other half is; but the caller's time is over and
+        # its tensors are its own again. So the rest is copied, and written by a thread that has the time.
         rest: list[Buffer] = [bytes(piece) for piece in pieces]
 
         def finish() -> None:
@@ -253,6 +236,9 @@ class StreamConnection(Connection):
                 pass
 
         threading.Thread(target=finish, name=f"telegrad-write-{self.peer.name}", daemon=True).start()
+        late = HandedOverError(f"worker {self.peer.name!r} did not take the message in time; the rest of it follows")
+        late.interrupt = None if isinstance(error, TimeoutError) else error
+        return late
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -260,14 +246,6 @@ class StreamConnection(Connection):
         if self._aborted:
             raise self._failed_with(self._closed_because)
         frames: list[Frames] = []
-        try:
-            self._receive_once(frames)
-        except BlockingIOError:
-            pass
-        return frames
-
-    def _receive_once(self, frames: list[Frames]) -> None:
-        """Takes what the socket has, once, and appends what is whole. Raises BlockingIOError if it has nothing."""
         reader = self._reader
         try:
             count = self._receive(reader.target)
@@ -276,7 +254,9 @@ class StreamConnection(Connection):
                 self.abort(f"worker {self.peer.name!r} closed the connection{where}")
                 raise ConnectionClosedError(self._closed_because)
             reader.received(count, frames)
-        except (BlockingIOError, ConnectionClosedError):
+        except BlockingIOError:
+            pass
+        except ConnectionClosedError:
             raise
         except ProtocolError as error:
             self._failed_with = ProtocolError
@@ -290,6 +270,7 @@ class StreamConnection(Connection):
         except BaseException as error:  # what was received may not have been noted
             self.abort(f"reading from worker {self.peer.name!r} was interrupted: {error!r}")
             raise
+        return frames
 
     def _receive(self, target: memoryview) -> int:
         """Like recv_into of the socket; what comes beside the bytes is kept."""

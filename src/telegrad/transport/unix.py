@@ -26,7 +26,7 @@ from .lease import ReadLease
 from .listening import StreamTransport
 from .shared_memory import FREE, Mappings, Segment, SegmentPool, aligned, copy_all, parts
 from .stream import _NO_SIGNAL, IOV_MAX, StreamConnection
-from .wire import FrameReader, forget_words, in_pieces, in_segment
+from .wire import FrameReader, forget_frame, in_pieces, in_segment
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _MOST_DESCRIPTORS = 16  # that may have come before the messages that they belong to
@@ -101,7 +101,7 @@ class UnixConnection(StreamConnection):
             pieces = [in_segment(frames.header, frames.buffers, lane.id, lane.capacity, fresh=fresh)]
         self._words = self._pool.take_dropped()
         if self._words:
-            pieces.insert(0, forget_words(self._words))
+            pieces.insert(0, forget_frame(self._words))
         return pieces
 
     def _withdraw(self, lane: Segment | None) -> None:
@@ -158,7 +158,7 @@ class UnixConnection(StreamConnection):
             return  # the thread that writes says it, or the next tick does
         try:
             self._words = self._pool.take_dropped()
-            words = forget_words(self._words)
+            words = forget_frame(self._words)
         except BaseException:
             self._unlock()
             raise

@@ -1,4 +1,4 @@
-"""The bytes of a message on a stream: `unix` and `tcp` speak this. docs/wire-format.md has the details.
+"""The bytes of a message on a stream, as `unix` and `tcp` send them. docs/wire-format.md has the details.
 
     prefix   magic, type, lane, number of buffers, length of the header, bytes that follow the header
     table    the length of each buffer (8 bytes each); in the shared lane also which segment they lie in
@@ -34,7 +34,6 @@ INBOX = 256 << 10
 _PREFIX_OF_ONE = struct.Struct("<2sBBIIQQ")  # with the table of one buffer
 _LENGTH = struct.Struct("<Q")
 _PREFIX_SIZE = PREFIX.size
-_MANY = 1000  # ids in one FORGET
 
 
 # -- writing -----------------------------------------------------------------------------------------------
@@ -80,13 +79,10 @@ def in_segment(header: bytes, buffers: Sequence[Buffer], id: int, capacity: int,
     return b"".join((head, table, SHARED_PLACE.pack(id, capacity, fresh), header))
 
 
-def forget_words(ids: list[int]) -> bytes:
+def forget_frame(ids: list[int]) -> bytes:
     """Tells the peer to forget these segments; it may unmap them."""
-    words = b""
-    for start in range(0, len(ids), _MANY):
-        header = msgspec.msgpack.encode(ids[start : start + _MANY])
-        words += PREFIX.pack(MAGIC, FORGET, INLINE, 0, len(header), 0) + header
-    return words
+    header = msgspec.msgpack.encode(ids)
+    return PREFIX.pack(MAGIC, FORGET, INLINE, 0, len(header), 0) + header
 
 
 # -- reading -----------------------------------------------------------------------------------------------
@@ -101,9 +97,9 @@ def _no_forgetting(ids: list[int]) -> None:
 
 
 class FrameReader:
-    """Bytes in, messages out. Whoever reads puts bytes into `target` and says how many to `received`.
+    """Makes messages of bytes. The reader thread puts bytes into `target` and tells `received` how many.
 
-    All of its state is here, so a thread can leave a message half read to the next one.
+    All state is here, so a thread can leave a message half read to the next one.
     """
 
     def __init__(
