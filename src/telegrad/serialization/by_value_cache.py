@@ -61,7 +61,7 @@ class Definitions:
         self.unanswered: dict[int, tuple[int, list[Definition]]] = {}  # by message: its peer, what it carried
         self._received: dict[tuple[int, int], Any] = {}  # by owner and number
         self._versions: dict[tuple[int, int, str, str], list[int]] = {}  # by owner, origin, module and name
-        self.lost: set[int] = set()  # workers that are gone
+        self.lost = namespaces.lost  # workers that are gone
 
     # -- sending ---------------------------------------------------------------------------------------
 
@@ -190,13 +190,12 @@ class Definitions:
         """Forgets what a worker that is gone has sent, and what it was sent."""
         dead: list[Any] = []  # dies after the lock was released: that may run users' code
         with self._lock:
-            self.lost.add(peer)
+            dead += (unkept := self._namespaces.forget(peer))
             dead += [self._received.pop(key) for key in list(self._received) if key[0] == peer]
             for name in [name for name in self._versions if name[0] == peer]:
                 del self._versions[name]
             for message in [message for message, (to, _) in list(self.unanswered.items()) if to == peer]:
                 dead.append(self.unanswered.pop(message, None))
-            dead += (unkept := self._namespaces.forget(peer))
             places = {(kept.namespace.origin, kept.namespace.module) for kept in unkept}
             for key, definition in list(self._current.items()):
                 definition.known_to.discard(peer)

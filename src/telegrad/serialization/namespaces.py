@@ -124,7 +124,7 @@ class Namespaces:
         self._own: dict[str, Namespace] = {}  # by module
         self._kept: dict[tuple[int, str], _Kept] = {}  # by origin and module
         self._received: weakref.WeakValueDictionary[tuple[int, str], Namespace] = weakref.WeakValueDictionary()
-        self._lost: set[int] = set()  # workers for which nothing is kept any more
+        self.lost: set[int] = set()  # workers that are gone, for which nothing is kept any more
 
     def find(self, origin: int, module: str) -> Namespace | None:
         """The namespace, if it is one of this worker's own or is kept."""
@@ -144,7 +144,7 @@ class Namespaces:
                 variables = {**base, "__builtins__": __builtins__}
                 namespace = variables[_MARK] = Namespace(origin, module, variables, at_home=False)
                 namespace = self._received.setdefault(key, namespace)
-            if sender is not None and sender not in self._lost:
+            if sender is not None and sender not in self.lost:
                 self._kept.setdefault(key, _Kept(namespace, set())).senders.add(sender)
             return namespace
 
@@ -160,7 +160,7 @@ class Namespaces:
     def forget(self, sender: int) -> list[_Kept]:
         """Keeps nothing any more for a worker that is gone; what is not kept any more for any other."""
         with self._lock:
-            self._lost.add(sender)
+            self.lost.add(sender)
             for kept in self._kept.values():
                 kept.senders.discard(sender)
             return [self._kept.pop(key) for key in [k for k, kept in self._kept.items() if not kept.senders]]

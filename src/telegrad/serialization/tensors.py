@@ -257,25 +257,27 @@ def _set_state(tensor: torch.Tensor, state: Any) -> None:
 
 
 def _reduce_sparse(tensor: torch.Tensor) -> Any:
-    """By the dense tensors that it is made of."""
+    """How pickle should save a sparse tensor: by the dense tensors that it is made of."""
     requires_grad, shape, layout = tensor.requires_grad, tuple(tensor.shape), tensor.layout
     tensor = tensor.detach()
+    arguments: tuple[Any, ...]
+    options: dict[str, bool] = {}
     if layout is torch.sparse_coo:
-        parts, options = (tensor._indices(), tensor._values()), {"is_coalesced": tensor.is_coalesced()}
+        arguments, options = (tensor._indices(), tensor._values(), shape), {"is_coalesced": tensor.is_coalesced()}
     elif layout in _BY_ROW:
-        parts, options = (tensor.crow_indices(), tensor.col_indices(), tensor.values()), {}
+        arguments = (tensor.crow_indices(), tensor.col_indices(), tensor.values(), shape)
     elif layout in _BY_COLUMN:
-        parts, options = (tensor.ccol_indices(), tensor.row_indices(), tensor.values()), {}
+        arguments = (tensor.ccol_indices(), tensor.row_indices(), tensor.values(), shape)
     else:
         return NotImplemented
-    return _rebuild_sparse, (str(layout).removeprefix("torch."), parts, shape, options, requires_grad)
+    return _rebuild_sparse, (str(layout).removeprefix("torch."), arguments, options, requires_grad)
 
 
-def _rebuild_sparse(layout: str, parts: Any, shape: tuple[int, ...], options: Any, requires_grad: bool) -> Any:
+def _rebuild_sparse(layout: str, arguments: Any, options: dict[str, Any], requires_grad: bool) -> torch.Tensor:
     if layout == "sparse_coo":
-        tensor = torch.sparse_coo_tensor(*parts, shape, check_invariants=False, **options)
+        tensor = torch.sparse_coo_tensor(*arguments, check_invariants=False, **options)
     else:
-        tensor = torch.sparse_compressed_tensor(*parts, shape, layout=getattr(torch, layout), check_invariants=False)
+        tensor = torch.sparse_compressed_tensor(*arguments, layout=getattr(torch, layout), check_invariants=False)
     return tensor.requires_grad_(requires_grad)
 
 

@@ -115,10 +115,11 @@ os.register_at_fork(before=_count_fork, after_in_parent=_count_fork)
 
 
 class Lending:
-    """A mapped segment whose memory is lent to one holder at a time."""
+    """A mapped segment whose memory is lent to one holder at a time. `lent` has it for so long."""
 
-    def __init__(self, memory: Memory, capacity: int) -> None:
+    def __init__(self, memory: Memory, capacity: int, lent: set[Lending] | None = None) -> None:
         self.memory = memory
+        self._lent = lent
         self.capacity = capacity
         self._state = ctypes.c_ubyte.from_address(memory.address + capacity)
         self._array_type = ctypes.c_char * capacity
@@ -146,6 +147,8 @@ class Lending:
         array = self._array()
         self._holder = weakref.ref(array, self._on_returned)
         self._forks = _forks
+        if self._lent is not None:
+            self._lent.add(self)
         self._state.value = LENT
         return memoryview(array).cast("B")
 
@@ -156,7 +159,9 @@ class Lending:
 
     @finaliser
     def _on_returned(self, _: object) -> None:
-        # A finaliser: nothing but this. In a fork too; see the note above.
+        # A finaliser: nothing but this, each in one step. In a fork too; see the note above.
+        if self._lent is not None:
+            self._lent.discard(self)
         self._state.value = FREE if self._forks == _forks else RETIRED
 
 
@@ -344,29 +349,12 @@ class SegmentPool:
         self.close()
 
 
-class Mapping(Lending):
-    """A segment at the side that reads it."""
-
-    def __init__(self, memory: Memory, capacity: int, lent: set[Mapping]) -> None:
-        super().__init__(memory, capacity)
-        self._lent = lent
-
-    def lend(self) -> memoryview:
-        self._lent.add(self)
-        return super().lend()
-
-    @finaliser
-    def _on_returned(self, holder: object) -> None:
-        self._lent.discard(self)  # one step in C: no lock is needed
-        super()._on_returned(holder)
-
-
 class Mappings:
     """The peer's segments at the receiving side. Used by the thread that reads, so there is no lock."""
 
     def __init__(self) -> None:
-        self._mappings: dict[int, Mapping] = {}
-        self._lent: set[Mapping] = set()
+        self._mappings: dict[int, Lending] = {}
+        self._lent: set[Lending] = set()
 
     def adopt(self, id: int, capacity: int, fd: int) -> None:
         """Maps a segment that was just passed on, and closes the descriptor.
@@ -384,7 +372,7 @@ class Mappings:
                 sealed = False
             if not sealed or os.fstat(fd).st_size != capacity + PAGE:
                 raise ProtocolError(f"shared segment {id} is not a sealed one of {capacity} bytes")
-            self._mappings[id] = Mapping(Memory(capacity + PAGE, fd), capacity, self._lent)
+            self._mappings[id] = Lending(Memory(capacity + PAGE, fd), capacity, self._lent)
         finally:
             os.close(fd)
 
