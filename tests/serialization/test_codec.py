@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from ends import encoded
+from ends import arrived, encoded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -371,6 +371,17 @@ def test_an_envelope_survives(link):
     frames = encoded(link.near.codec, envelope, body, link.far.hello)
     assert link.far.codec.open(frames) == envelope
     assert msgspec.msgpack.decode(frames.header)[0] == Kind.CALL
+
+
+def test_an_envelope_is_fixed_when_it_is_sealed(link):
+    """Before that only its kind and id are looked at, so a sender fills in the rest after the body was packed."""
+    codec = link.near.codec
+    draft: Any = types.SimpleNamespace(kind=Kind.CALL, id=5)
+    packed = codec.pack(draft, telegrad.messages.Call(add, (1,), None), link.far.hello, track=True)
+    envelope = Envelope(Kind.CALL, 5, timeout=1.5, creates=7, dropped=((1, 2),))
+    frames = codec.seal(envelope, packed)
+    assert link.far.codec.open(frames) == envelope
+    assert link.far.codec.decode(envelope, arrived(frames)).args == (1,)
 
 
 # -- exceptions ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""For those who write a transport, or test against one. Nothing here needs pytest.
+"""The contract of a transport as checks, for its authors and for tests against one. Nothing here needs pytest.
 
     check_transport(make)   holds a transport to the contract in transport/base.py
     connected(name)         two connected ends of one of telegrad's own transports
@@ -185,7 +185,7 @@ def goes_both_ways_at_once(one: Connection, other: Connection) -> None:
 
 
 def keeps_buffers_private(one: Connection, other: Connection) -> None:
-    for size in (100, 64 * KIB, 256 * KIB):  # which a transport takes in though nobody reads yet
+    for size in (100, 64 * KIB, 256 * KIB):  # which a transport takes in though its peer does not read yet
         source = bytearray(_pattern(1, size))
         for _ in range(3):
             one.write(Frames(b"", [source, source]), WAIT)
@@ -264,7 +264,7 @@ def wakes_a_thread_when_the_lease_is_free(one: Connection, other: Connection) ->
     lease = other.lease
 
     def on_readable() -> None:
-        lease.wait(0)  # which answers the bell, as whoever reads does
+        lease.wait(0)  # which answers the bell, as a thread that reads does
         called.set()  # and keeps the lease
 
     def expect_call(why: str) -> None:
@@ -489,7 +489,7 @@ def counts_what_it_does(one: Connection, other: Connection) -> None:
     _expect((out.messages_out, out.bytes_out) == (len(sizes), expected), f"the sender counted {out}")
     _expect((back.messages_in, back.bytes_in) == (len(sizes), expected), f"the receiver counted {back}")
     nothing = (out.messages_in, out.bytes_in, back.messages_out, back.bytes_out)
-    _expect(nothing == (0, 0, 0, 0), "messages were counted that nobody sent")
+    _expect(nothing == (0, 0, 0, 0), "messages were counted that were never sent")
     _expect(out.shared_bytes_free <= out.shared_bytes, "more shared memory is free than there is")
 
 

@@ -289,7 +289,7 @@ def test_a_segment_cannot_be_passed_on_twice(facing):
     expect_protocol_error(connection, "segment 1 was passed on twice")
 
 
-def test_descriptors_that_nobody_asked_for_are_closed(facing):
+def test_descriptors_that_no_frame_announced_are_closed(facing):
     connection, raw = facing("unix")
     segment = Segment(1, 64 * KIB, shared=True)
     raw.send(bytes_of(SMALL[0]), [segment.fd] * 3)

@@ -436,7 +436,7 @@ def test_nobody_answers(transport, address):
 def test_a_unix_listener_with_a_long_queue_is_waited_for():
     with hosting("unix") as host:
         host.listener._sock.listen(0)
-        with host.listener._lock:  # nobody is let in
+        with host.listener._lock:  # no peer is let in
             waiting = [host.knock() for _ in range(1)]
             connecting = threading.Thread(target=lambda: host.way.connect(host.address, NEAR, WAIT).dispose())
             connecting.start()

@@ -83,7 +83,7 @@ def test_a_wake_up_lets_one_thread_out(pollers):
         thread.join()
 
 
-def test_a_wake_up_that_finds_nobody_is_for_the_next(pollers):
+def test_a_wake_up_that_finds_no_thread_is_for_the_next(pollers):
     poller = pollers()
     poller.wake()
     poller.wake()

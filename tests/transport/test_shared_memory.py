@@ -1,4 +1,4 @@
-"""Segments: used again, given back, limited, and never changed under somebody's feet."""
+"""Segments: used again, given back, limited, and never changed under a holder's feet."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_new_segment_makes_room_for_itself():
     pool.close()
 
 
-def test_what_nobody_uses_for_a_while_goes_back():
+def test_what_is_not_used_for_a_while_goes_back():
     pool, mappings = SegmentPool(MIB, shared=True), Mappings()
     held = passed_on(pool.take(10), mappings)
     pool.tick(idle=0)

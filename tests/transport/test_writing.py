@@ -150,7 +150,7 @@ def interrupt() -> None:
     ids=["Ctrl-C", "no buffers"],
 )
 def test_a_writer_that_is_interrupted_while_it_sends_ends_the_connection(slow_ends, transport, broken, raised):
-    """Nobody knows how much went out, and half a message would make nonsense of all that follow."""
+    """It is not known how much went out, and half a message would make nonsense of all that follow."""
     one, other = slow_ends(transport)
     one._sock.broken = broken()
     with pytest.raises(raised):
@@ -302,7 +302,7 @@ def test_who_waits_for_room_hears_of_the_end(ends):
             one.write(Frames(b"", [bytes(MIB)]), WAIT, ending)
 
 
-# -- memory that nobody uses -----------------------------------------------------------------------------
+# -- memory that is not used -----------------------------------------------------------------------------
 
 
 def test_tick_gives_memory_back_at_both_ends(ends):
@@ -310,7 +310,7 @@ def test_tick_gives_memory_back_at_both_ends(ends):
     one.write(Frames(b"", [bytes(4 * MIB)]))
     (held,) = read_all(other, 1)
     one.tick()
-    assert one.statistics().shared_bytes == 4 * MIB  # somebody holds it
+    assert one.statistics().shared_bytes == 4 * MIB  # it is held
     del held
     one.tick()
     assert one.statistics().shared_bytes == 0

@@ -28,7 +28,7 @@ _ADDED_BY_PYTHON = ("__slotnames__", "__annotations__", "__annotations_cache__")
 
 
 class _ClassRecord:
-    """What is known of a class that has travelled."""
+    """The origin of a class that has travelled, and the version of its attributes."""
 
     def __init__(self, origin: int | None) -> None:
         self.origin = origin  # None: it was made here
@@ -58,7 +58,7 @@ class _ClassSnapshot:
         return all(now.get(name, UNBOUND) is value for name, value in self._attributes.items())
 
 
-# Of the process, as the classes themselves and cloudpickle's list of them are.
+# One for the process, as the classes themselves and cloudpickle's list of them are.
 _classes: weakref.WeakKeyDictionary[type, _ClassRecord] = weakref.WeakKeyDictionary()
 _classes_lock = threading.RLock()  # guards the writing of it and of the records
 

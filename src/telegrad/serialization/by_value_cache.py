@@ -66,7 +66,7 @@ class Definitions:
     # -- sending ---------------------------------------------------------------------------------------
 
     def name_of(self, function: Any, message: Outgoing) -> bytes:
-        """What stands for the function of a call, in the place of a name; empty if nothing can."""
+        """A reference to the function of a call, in the place of its name; empty if there is none."""
         if not is_definition(function) or not is_by_value(function):
             return b""
         definition = self._find(function, message)
@@ -116,7 +116,7 @@ class Definitions:
         return definition
 
     def _look_up(self, origin: int, module: str, qualname: str) -> Any:
-        """What the origin has under a name, as far as it is known here."""
+        """The object that the origin has under a name, as far as it is known here."""
         namespace = self._namespaces.find(origin, module)
         if namespace is None:
             return None

@@ -2,8 +2,8 @@
 
 The origin is the worker whose module it is. A global travels when its origin binds it, and again when the origin binds
 it anew; what the callee has done to its copy stays otherwise. So globals persist at the callee from call to call, as a
-parameter server needs. A function that is passed on to a third worker keeps its origin, so all who call it there share
-one namespace; back home it is in its own module.
+parameter server needs. A function that is passed on to a third worker keeps its origin, so all callers there share one
+namespace; back home it is in its own module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MARK = "__telegrad_namespace__"
 
 
 def is_definition(obj: Any) -> bool:
-    """Whether it is what `def` or `class` makes."""
+    """Whether an object was made by `def` or `class`."""
     kind = type(obj)
     return kind is types.FunctionType or issubclass(kind, type) or kind is CachedFunction
 
@@ -65,12 +65,12 @@ class Namespace:
 
     @property
     def source(self) -> dict[str, Any]:
-        """What the origin binds, as far as it is known here; what is bound here otherwise does not travel."""
+        """The origin's bindings, as far as they are known here; what is bound here otherwise does not travel."""
         return self.variables if self._at_home else self._bound
 
     @property
     def base(self) -> dict[str, Any]:
-        """What a module has of itself."""
+        """The names that a module has of itself."""
         names = ("__package__", "__name__", "__path__", "__file__")
         return {name: self.variables[name] for name in names if name in self.variables}
 
@@ -158,7 +158,7 @@ class Namespaces:
             return namespace
 
     def forget(self, sender: int) -> list[_Kept]:
-        """Keeps nothing any more for a worker that is gone; what is not kept any more for any other."""
+        """Keeps nothing any more for a worker that is gone; returns what is kept for no other."""
         with self._lock:
             self.lost.add(sender)
             for kept in self._kept.values():

@@ -1,4 +1,4 @@
-"""What must be known of one message while it is pickled (Outgoing) and while it is unpickled (unpickling)."""
+"""The state of one message while it is pickled (Outgoing) and while it is unpickled (unpickling)."""
 
 from __future__ import annotations
 

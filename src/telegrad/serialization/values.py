@@ -117,7 +117,7 @@ class Values:
         return file.getvalue()
 
     def _reduce(self, obj: Any, message: Outgoing, *, by_value: bool) -> Any:
-        """What telegrad has to say about how an object is saved; NotImplemented: nothing."""
+        """How pickle should save an object; NotImplemented: in its own way."""
         if is_definition(obj):
             if not is_by_value(obj):
                 return NotImplemented

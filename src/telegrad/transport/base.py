@@ -43,7 +43,7 @@ class CrossingError(ConnectError):
 
 
 def ignore(_: object) -> None:
-    """Does nothing."""
+    """Does nothing: the default of `on_failed`."""
 
 
 class Frames(NamedTuple):
@@ -218,14 +218,14 @@ class Transport(ABC):
         """Connects to a listener's address; the connection is not open yet.
 
         Raises:
-            ConnectError: nobody answers, the peer refused us, or the time is over.
+            ConnectError: no worker answers, the peer refused us, or the time is over.
             CrossingError: the peer refused us since it has a connection with us, or is making one.
             VersionError: the peer speaks another wire version.
         """
 
 
 def split_address(address: str, scheme: str) -> str:
-    """What stands behind the scheme in an address."""
+    """The part of an address behind its scheme."""
     if not address.startswith(f"{scheme}://"):
         raise AddressError(f"{address!r} is not an address of the {scheme} transport")
     return address.removeprefix(f"{scheme}://")

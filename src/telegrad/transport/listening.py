@@ -4,9 +4,9 @@
     accepting side    welcome(answer)  <-  GREETING, Hello or Refusal
     connecting side                    ->  GREETING, nothing: it takes the connection
 
-Each side says which wire version it speaks and who it is. The connection exists from the third greeting on. A side that
-gives up before it has lost no connection: the other side must not take that for a death (see Note [fencing] in
-peers.py). The first ten bytes of a greeting are the same in every version, so that two versions can tell.
+Each side says which wire version it speaks and which worker it is. The connection exists from the third greeting on. A
+side that gives up before it has lost no connection: the other side must not take that for a death (see Note [fencing]
+in peers.py). The first ten bytes of a greeting are the same in every version, so that two versions can tell.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class StreamListener(Listener):
         on_connection: OnConnection,
         on_failed: OnFailed,
     ) -> None:
-        super().__init__()
         self.address = address
         self._accept = transport.accept
         self._poller = transport.poller
@@ -121,6 +120,7 @@ class StreamListener(Listener):
         sock.setblocking(False)
         self._poller.register(sock.fileno(), self._on_event)
         self._poller.watch(sock.fileno(), ARMED)
+        super().__init__()
 
     def _on_event(self) -> None:
         with self._lock:

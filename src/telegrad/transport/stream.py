@@ -335,7 +335,7 @@ class StreamConnection(Connection):
 
 
 def _behind(pieces: list[Buffer], sent: int) -> list[Buffer]:
-    """What remains of the pieces after the first `sent` bytes."""
+    """The rest of the pieces after the first `sent` bytes."""
     for index, piece in enumerate(pieces):
         if sent < len(piece):
             return [memoryview(piece)[sent:], *pieces[index + 1 :]]
