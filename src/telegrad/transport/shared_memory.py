@@ -84,14 +84,6 @@ class Memory:
         if self.size:
             _munmap(self.address, self.size)
 
-    def populate(self, start: int, end: int) -> None:
-        """Makes the system find the pages now: it may say no here, and would say SIGBUS at a write."""
-        start -= start % PAGE
-        if _madvise(self.address + start, end - start, _MADV_POPULATE_WRITE):
-            error = _last_error()
-            if error.errno != errno.EINVAL:  # what an older kernel says; it has to do without
-                raise error
-
 
 def _last_error() -> OSError:
     number = ctypes.get_errno()
@@ -191,8 +183,13 @@ class Segment(Lending):
         self.mark(FILLED)
 
     def populate(self, nbytes: int) -> None:
+        """Makes the system find the pages now: it may say no here, and would say SIGBUS at a write."""
+        start = self._populated - self._populated % PAGE
         if nbytes > self._populated:
-            self.memory.populate(self._populated, nbytes)
+            if _madvise(self.memory.address + start, nbytes - start, _MADV_POPULATE_WRITE):
+                error = _last_error()
+                if error.errno != errno.EINVAL:  # what an older kernel says; it has to do without
+                    raise error
             self._populated = nbytes
 
     def close(self) -> None:
@@ -217,7 +214,7 @@ class SegmentPool:
         self._closed = False
 
     def take(self, nbytes: int) -> Segment:
-        """A segment with room for `nbytes`, marked FILLED.
+        """A shared segment with room for `nbytes`, marked FILLED.
 
         Raises:
             OSError: there are no more descriptors, or there is no more memory.
@@ -226,15 +223,13 @@ class SegmentPool:
         self._await_free_one(capacity_for(nbytes))
         with self._lock:
             segment = self._free_one_locked(capacity_for(nbytes)) or self._new_one_locked(nbytes)
-            if self._shared:
-                self._unread_bytes += nbytes - self._unread.get(segment, 0)
-                self._unread[segment] = nbytes
-        if self._shared:
-            try:
-                segment.populate(nbytes)
-            except BaseException:
-                segment.mark(FREE)
-                raise
+            self._unread_bytes += nbytes - self._unread.get(segment, 0)
+            self._unread[segment] = nbytes
+        try:
+            segment.populate(nbytes)
+        except BaseException:
+            segment.mark(FREE)
+            raise
         return segment
 
     def _await_free_one(self, capacity: int) -> None:
