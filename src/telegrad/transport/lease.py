@@ -15,7 +15,7 @@ costs one lock and one epoll_ctl to take, however many connections there are, an
 outer epoll, are not woken for what the holder reads. Connections without a descriptor (inproc) ring a bell: an eventfd
 in the inner epoll, with a queue beside it. The bell also wakes the holder for other reasons.
 
-# Note [who may do what, and when]
+# Note [which thread may do what, and when]
 holder       wait(), Connection.receive(), release(). Users' code runs only after release(), or inside of a Turn that
              was left. An exception, Ctrl-C among them, leaves the lease with the holder, which must release it.
 any thread   try_take(), add(), remove(), ring(), run_unread(), and Turn.relieve()
@@ -57,7 +57,7 @@ _NONE: list[Any] = []
 
 
 class ReadLease:
-    """One worker's. `on_readable` is called with the lease held, on an idle thread, when something has arrived."""
+    """The lease of one worker. `on_readable` is called with it held, on an idle thread, when something has arrived."""
 
     def __init__(self, poller: Poller, spin: float = 0.0) -> None:
         self.on_readable: Callable[[], None] = self.release
@@ -224,7 +224,7 @@ class ReadLease:
             os.eventfd_read(self._bell)
         except BlockingIOError:
             pass  # it did not ring; or it is just about to, and then rings in vain
-        # First this, then the queues: who appends to one and finds the bell rung still is seen.
+        # First this, then the queues: a thread that appends to one and finds the bell rung still is seen.
         self._is_rung = False
         if self._unread:
             self._run_unread()
@@ -307,7 +307,7 @@ class Turn:
         """The calling thread holds the lease."""
         self._lease = lease
         self._hand_on = hand_on
-        self._away: list[None] = []  # not empty: the thread may be relieved. list.pop decides who is first
+        self._away: list[None] = []  # not empty: the thread may be relieved. list.pop decides which thread is first
         self.since = 0.0
         self.waiting: deque[Any] = deque()  # messages that were read and not yet begun
         lease.began(self)
