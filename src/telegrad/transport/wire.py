@@ -12,7 +12,7 @@ memory grows only as fast as bytes come in.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -156,7 +156,7 @@ class FrameReader:
         if not partial.complete:
             self._aim(partial)
             return False
-        frames.append(partial.frames())
+        frames.append(Frames(partial.header, partial.buffers))
         self._partial = None
         self.messages += 1
         self.nbytes += partial.nbytes
@@ -264,33 +264,38 @@ class _Partial:
     """A message whose body is still coming. Large buffers are received where they will stay."""
 
     def __init__(self, header: bytes, lengths: Sequence[int], pool: SegmentPool) -> None:
-        self._header = header
+        self.header = header
+        self.buffers: list[Buffer] = []
         self.nbytes = len(header) + sum(lengths)
+        self._lengths = iter(lengths)
         large = sum(aligned(n) for n in lengths if n >= SHARED_MEMORY_FROM)
-        memory = pool.lend(large) if large else memoryview(b"")
-        self._buffers: list[Buffer] = []
-        self._memories = _memories_of(lengths, memory)
-        self.rest = memoryview(b"")  # of the buffer that is being filled
+        self._memory = pool.lend(large) if large else memoryview(b"")  # what of it is not given to buffers yet
         self.complete = False
         self._go_on()
 
     def _go_on(self) -> None:
-        while not self.rest:
-            memory = next(self._memories, None)
-            if memory is None:
-                self.complete = True
+        """Makes room for the next buffer, or is complete. Small ones are made one by one, as their bytes come in: a
+        peer that only announces a million of them makes us allocate nothing."""
+        for length in self._lengths:
+            if length >= SHARED_MEMORY_FROM:
+                memory: Buffer = self._memory[:length]
+                self._memory = self._memory[aligned(length) :]
+            else:
+                memory = bytearray(length)
+            self.buffers.append(memory)
+            if length:
+                self.rest = memoryview(memory)  # of the buffer that is being filled
                 return
-            self._buffers.append(memory)
-            self.rest = memoryview(memory)
+        self.complete = True
 
     def filled(self, count: int) -> None:
-        """`count` bytes were put into `rest`."""
+        """Notes that `count` bytes were put into `rest`."""
         self.rest = self.rest[count:]
         if not self.rest:
             self._go_on()
 
     def take(self, data: memoryview) -> int:
-        """Copies what belongs to this message; how much that was."""
+        """Copies what belongs to this message; returns how much that was."""
         at = 0
         while at < len(data) and not self.complete:
             count = min(len(self.rest), len(data) - at)
@@ -298,24 +303,6 @@ class _Partial:
             at += count
             self.filled(count)
         return at
-
-    def frames(self) -> Frames:
-        return Frames(self._header, self._buffers)
-
-
-def _memories_of(lengths: Sequence[int], memory: memoryview) -> Iterator[Buffer]:
-    """The place of each buffer. Small ones are made one by one, as their bytes come in: a peer that only announces a
-    million of them makes us allocate nothing.
-
-    A function, and not a method of _Partial: an unfinished generator would refer to it and it to the generator, and
-    the memory of a message that was cut off would stay until the garbage collector runs."""
-    at = 0
-    for length in lengths:
-        if length >= SHARED_MEMORY_FROM:
-            yield memory[at : at + length]
-            at += aligned(length)
-        else:
-            yield bytearray(length)
 
 
 def _bad_prefix(magic: bytes, type_: int, lane: int, count: int, header: int, body: int, limit: int) -> ProtocolError:
