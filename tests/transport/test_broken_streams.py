@@ -161,24 +161,24 @@ NONSENSE = {
     "a body behind a message in shared memory": (prefix(lane=1, body=5) + place(), "with 5 bytes behind it"),
     "a segment that was never passed on": (
         prefix(lane=1, count=1) + struct.pack("<Q", 10) + place(id=9),
-        "segment 9, which was never passed on|a transport that has none",
+        "segment 9, which was never passed on|a transport without it",
     ),
     "a segment whose descriptor does not come": (
         prefix(lane=1, count=1) + struct.pack("<Q", 10) + place(fresh=1),
-        "its descriptor did not come|a transport that has none",
+        "its descriptor did not come|a transport without it",
     ),
     "a message that does not fit its segment": (
         prefix(lane=1, count=2) + struct.pack("<2Q", 40 * KIB, 40 * KIB) + place(),
-        "does not fit its segment|a transport that has none",
+        "does not fit its segment|a transport without it",
     ),
     "a message in shared memory over the limit": (
         prefix(lane=1, count=1) + struct.pack("<Q", 1 << 50) + place(capacity=1 << 51),
         "the limit is",
     ),
-    "a word about segments in another lane": (prefix(type_=1, lane=1) + place(), "type 1 in lane 1"),
-    "a word about segments with buffers": (prefix(type_=1, count=1) + bytes(8), "type 1 in lane 0"),
-    "a word about segments that is none": (forget(b"\xc1garbage"), "makes no sense"),
-    "a word about segments that are no numbers": (forget(msgspec.msgpack.encode(["x"])), "makes no sense"),
+    "a FORGET in another lane": (prefix(type_=1, lane=1) + place(), "type 1 in lane 1"),
+    "a FORGET with buffers": (prefix(type_=1, count=1) + bytes(8), "type 1 in lane 0"),
+    "a FORGET that is none": (forget(b"\xc1garbage"), "makes no sense"),
+    "a FORGET that are no numbers": (forget(msgspec.msgpack.encode(["x"])), "makes no sense"),
 }
 
 

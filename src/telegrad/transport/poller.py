@@ -65,7 +65,7 @@ class Poller:
             os.close(fd)
 
     def register(self, fd: int, callback: Callable[[], None]) -> None:
-        """Knows the descriptor, not armed yet."""
+        """Adds a descriptor, not armed yet."""
         self._callbacks[fd] = callback
         try:
             self._epoll.register(fd, DISARMED)
@@ -74,7 +74,7 @@ class Poller:
             raise
 
     def unregister(self, fd: int) -> None:
-        """Before the descriptor is closed."""
+        """Removes a descriptor, before it is closed."""
         if self._callbacks.pop(fd, None) is not None and not self._closed:
             self._epoll.unregister(fd)
 
@@ -105,12 +105,12 @@ class Poller:
         self.on_timer()
 
     def poll(self, timeout: float | None) -> list[Callable[[], None]]:
-        """Waits for one event, a wake-up or the timeout; the callback of what is readable, if anything."""
+        """Waits for one event, a wake-up or the timeout; returns the callback of what is readable, if anything."""
         events = self._epoll.poll(timeout, 1)
         return [callback for fd, _ in events if (callback := self._callbacks.get(fd))]
 
     def close(self) -> None:
-        """After the last thread has left poll()."""
+        """Closes the epoll, after the last thread has left poll()."""
         self._closed = True
         self._epoll.close()
         self._callbacks.clear()  # which refer to us, and would keep two descriptors until the next collection

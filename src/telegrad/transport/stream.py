@@ -128,7 +128,7 @@ class StreamConnection(Connection):
         timeout: float | None,
         before_waiting: BeforeWaiting,
     ) -> None:
-        """Writes a message of `nbytes` (-1: a word that is none), or (None) the rest of one. The write lock is held,
+        """Writes a message of `nbytes` (-1: a frame that is none), or (None) the rest of one. The write lock is held,
         and released: by this thread, or by the one that takes over the rest when the time is over in the middle."""
         begun = nbytes is None
         withdrawn = handed_over = waited = False
@@ -202,7 +202,7 @@ class StreamConnection(Connection):
         self._wait_for(select.POLLOUT, timeout)
 
     def _wait_for(self, events: int, timeout: float | None) -> None:
-        """Waits for an event on the socket, or so long.
+        """Waits for an event on the socket, or for the time to be over.
 
         Raises:
             ConnectionClosedError: this end or the other has ended the connection.
@@ -219,7 +219,7 @@ class StreamConnection(Connection):
             raise ConnectionClosedError(self._closed_because)
 
     def _cannot_write(self, reason: str) -> None:
-        """The peer takes nothing any more. What it has sent can be read still, up to the end."""
+        """Notes that the peer takes nothing any more. What it has sent can be read still, up to the end."""
         if not self._closed_because:
             self._closed_because = reason
 

@@ -47,7 +47,7 @@ class UnixConnection(StreamConnection):
         self._warned = False
         self._mappings = Mappings()  # guarded by the lease
         self._descriptors: list[int] = []  # received, not yet claimed by a message; guarded by the lease
-        self._words: list[int] = []  # segments to be forgotten, in the message being written; under the write lock
+        self._forgotten: list[int] = []  # segments to be forgotten, in the message being written; under the write lock
         super().__init__(sock, peer, lease, options)
 
     def _make_reader(self) -> FrameReader:
@@ -99,13 +99,13 @@ class UnixConnection(StreamConnection):
         else:
             fresh = not lane.passed_on
             pieces = [in_segment(frames.header, frames.buffers, lane.id, lane.capacity, fresh=fresh)]
-        self._words = self._pool.take_dropped()
-        if self._words:
-            pieces.insert(0, forget_frame(self._words))
+        self._forgotten = self._pool.take_dropped()
+        if self._forgotten:
+            pieces.insert(0, forget_frame(self._forgotten))
         return pieces
 
     def _withdraw(self, lane: Segment | None) -> None:
-        self._pool.put_back_dropped(self._words)
+        self._pool.put_back_dropped(self._forgotten)
         super()._withdraw(lane)
 
     def _send(self, pieces: list[Buffer], lane: Segment | None) -> int:
@@ -157,13 +157,13 @@ class UnixConnection(StreamConnection):
         if not self._pool.dropped or not self._write_lock.acquire(blocking=False):
             return  # the thread that writes says it, or the next tick does
         try:
-            self._words = self._pool.take_dropped()
-            words = forget_frame(self._words)
+            self._forgotten = self._pool.take_dropped()
+            frame = forget_frame(self._forgotten)
         except BaseException:
             self._unlock()
             raise
         try:
-            self._write_pieces([words], None, -1, 0.0, None)
+            self._write_pieces([frame], None, -1, 0.0, None)
         except (TimeoutError, ConnectionClosedError):
             pass  # it is said with the next message
 

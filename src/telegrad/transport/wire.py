@@ -80,7 +80,7 @@ def in_segment(header: bytes, buffers: Sequence[Buffer], id: int, capacity: int,
 
 
 def forget_frame(ids: list[int]) -> bytes:
-    """Tells the peer to forget these segments; it may unmap them."""
+    """A FORGET: the peer may unmap these segments."""
     header = msgspec.msgpack.encode(ids)
     return PREFIX.pack(MAGIC, FORGET, INLINE, 0, len(header), 0) + header
 
@@ -89,11 +89,11 @@ def forget_frame(ids: list[int]) -> bytes:
 
 
 def _no_segments(place: tuple[int, int, int], lengths: Sequence[int]) -> list[Buffer]:
-    raise ProtocolError("a message in shared memory over a transport that has none")
+    raise ProtocolError("a message in shared memory over a transport without it")
 
 
 def _no_forgetting(ids: list[int]) -> None:
-    raise ProtocolError("a word about shared memory over a transport that has none")
+    raise ProtocolError("a FORGET frame over a transport without shared memory")
 
 
 class FrameReader:
@@ -127,7 +127,7 @@ class FrameReader:
         return self._partial is not None or self._start != self._end
 
     def received(self, count: int, frames: list[Frames]) -> None:
-        """`count` bytes of `target` were filled; appends the messages that are whole now.
+        """Takes in `count` bytes that were put into `target`; appends the messages that are whole now.
 
         Raises:
             ProtocolError: the bytes make no sense. Messages before them were appended.
@@ -148,7 +148,7 @@ class FrameReader:
             self.target = self._view
 
     def _fill_partial(self, partial: _Partial, count: int, frames: list[Frames]) -> bool:
-        """Whether the message is whole now; what came behind it is then in the inbox."""
+        """Returns whether the message is whole now; what came behind it is then in the inbox."""
         if self._direct:
             partial.filled(count)
         else:
@@ -163,14 +163,14 @@ class FrameReader:
         return True
 
     def _aim(self, partial: _Partial) -> None:
-        """The next bytes go where they will stay, or, where that is small, through the inbox."""
+        """Points `target` to where the next bytes will stay or, where that is small, to the inbox."""
         self._start = self._end = 0
         rest = partial.rest
         self._direct = len(rest) >= SHARED_MEMORY_FROM
         self.target = rest if self._direct else self._view
 
     def _make_room(self) -> None:
-        """Behind half a message. Grows the inbox only when half of it is full of what has really come."""
+        """Makes room behind half a message. Grows the inbox only when half of it is full of what has really come."""
         if self._end == len(self._inbox):
             left = self._inbox[self._start :]
             if len(left) > len(self._inbox) // 2:
@@ -234,14 +234,14 @@ class FrameReader:
     def _parse_special(
         self, type_: int, lane: int, lengths: Sequence[int], at: int, body_length: int, frames: list[Frames]
     ) -> None:
-        """A message in the shared lane, or a word about segments. All of it is in the inbox."""
+        """Takes a message in the shared lane, or a FORGET. All of it is in the inbox."""
         if body_length or (type_ == FORGET and (lane == SHARED or lengths)):
             raise ProtocolError(f"a frame of type {type_} in lane {lane} with {body_length} bytes behind it")
         if type_ == FORGET:
             try:
                 ids = msgspec.msgpack.decode(self._view[at : self._start], type=list[int])
             except msgspec.MsgspecError as error:
-                raise ProtocolError(f"a word about shared memory that makes no sense: {error}") from error
+                raise ProtocolError(f"a FORGET frame that makes no sense: {error}") from error
             self._on_forget(ids)
             return
         nbytes = sum(lengths)
