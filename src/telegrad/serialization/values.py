@@ -224,7 +224,9 @@ def _flatten(values: tuple[Any, ...], message: Outgoing) -> tuple[Any, ...] | No
             if tensors is None:
                 tensors = {}
                 seen: dict[int, int] = {}
-            elif id(value) in seen:
+                others = list(values)
+            others[position] = None
+            if id(value) in seen:
                 tensors[position] = seen[id(value)]
                 continue
             description = describe(value, message.keep)
@@ -238,9 +240,7 @@ def _flatten(values: tuple[Any, ...], message: Outgoing) -> tuple[Any, ...] | No
             return None
     if tracked and message.tracked is not None:
         message.tracked = tracked
-    if tensors is None:
-        return values, None
-    return tuple([None if position in tensors else value for position, value in enumerate(values)]), tensors
+    return (values, None) if tensors is None else (tuple(others), tensors)
 
 
 def _unflatten(values: tuple[Any, ...], tensors: dict[int, Any], attach: Attach | None) -> tuple[Any, ...]:
