@@ -45,8 +45,9 @@ def sender_of(message_id: int) -> int:
     return message_id >> COUNTER_BITS
 
 
-class Envelope(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What every message carries around its body."""
+class Envelope(msgspec.Struct, array_like=True, omit_defaults=True):
+    """The part of a message that is read first. The sender fills it in on the way out, until `Codec.seal`; the receiver
+    changes nothing in it."""
 
     kind: int
     id: int
