@@ -84,7 +84,7 @@ class RRef(Handle, Generic[T]):
 
     def owner_name(self) -> str:
         """The name of the worker that has the value."""
-        return self._worker.name if self.is_owner() else self._worker.name_of(self.entry.owner)
+        return self._worker.name if self.is_owner() else self._worker.look_up_name(self.entry.owner)
 
     def is_owner(self) -> bool:
         """Whether the value is on this worker."""

@@ -54,8 +54,7 @@ class Node:
         self.arrived: list[tuple[Message, Arrival]] = []  # messages that were read, and neither decoded nor dropped
         self.knows_lost: set[int] = set()
         self._ids = itertools.count((id << COUNTER_BITS) + 1)
-        self.references = References(id, self.name)
-        self.references.start(self)
+        self.references = References(id, self.name, self)
 
     # As the references' host:
 
@@ -63,7 +62,7 @@ class Node:
         if to in self.knows_lost:
             raise PeerLostError(f"worker {to} is gone")
         if self.references.unsettled:
-            envelope = self.references.outgoing(envelope, (), to)
+            self.references.outgoing(envelope, (), to)
         self.world.write(self.id, to, Message(envelope, body))
 
     def submit(self, task: Callable[[], None]) -> None:
@@ -83,7 +82,7 @@ class Node:
     def send(self, to: int, entries: Iterable[Entry], *, creates: int = 0, written: bool = True) -> bool:
         """Sends handles; whether the message was sent."""
         envelope = Envelope(Kind.CALL, self.new_message_id(), creates=creates)
-        envelope = self.references.outgoing(envelope, entries, to)
+        self.references.outgoing(envelope, entries, to)
         if not written or to in self.knows_lost:
             self.references.not_written(envelope, to)
             return False

@@ -12,7 +12,8 @@ from world import World, orders
 from telegrad.primitives import waiter
 from telegrad.primitives.waiter import Waiter
 from telegrad.runtime import pending, threads
-from telegrad.runtime.pending import PendingCall, PendingCalls, Window
+from telegrad.runtime.flow_control import Window
+from telegrad.runtime.pending import PendingCall, PendingCalls
 from telegrad.runtime.threads import Threads
 
 Switches = Sequence[tuple[int, int]]

@@ -36,8 +36,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import msgspec
-
 from ..errors import (
     CallTimeoutError,
     PeerLostError,
@@ -127,9 +125,8 @@ class Arrival:
 class References:
     """Of one worker."""
 
-    host: Host  # given to `start`
-
-    def __init__(self, worker_id: int, name: str) -> None:
+    def __init__(self, worker_id: int, name: str, host: Host) -> None:
+        self.host = host
         self._id = worker_id
         self._name = name
         # Guards all below but the last two, and the counts of entries; held for a moment only. No value dies in it:
@@ -144,12 +141,7 @@ class References:
         # Written by finalisers, which must not lock:
         self._let_go: deque[Entry] = deque()  # each once for a handle that has died
         self._clearing = False
-        self._clear_soon: Task | None = None  # None before `start` and after `close`
-
-    def start(self, host: Host) -> None:
-        """Before the first message comes."""
-        self.host = host
-        self._clear_soon = host.later(_SOON, self._clear)
+        self._clear_soon: Task | None = host.later(_SOON, self._clear)  # None after `close`
 
     def statistics(self) -> dict[str, int]:
         with self._lock:
@@ -377,8 +369,8 @@ class References:
 
     # -- handles in messages ---------------------------------------------------------------------------
 
-    def outgoing(self, envelope: Envelope, entries: Iterable[Entry], to: int) -> Envelope:
-        """The envelope with what the message lends, each of these once; and what is to go back there."""
+    def outgoing(self, envelope: Envelope, entries: Iterable[Entry], to: int) -> None:
+        """Notes in the envelope what the message lends, each of these once; and what is to go back there."""
         lent = []
         dead: list[Owned] = []
         with self._lock:
@@ -395,7 +387,7 @@ class References:
                 lent.append(Lent(entry.id, entry.owner, loan))
         if dead:
             self.host.submit(dead.clear)  # the end of a value may run users' code
-        return msgspec.structs.replace(envelope, lent=tuple(lent), dropped=tuple(back))
+        envelope.lent, envelope.dropped = tuple(lent), tuple(back)
 
     def not_written(self, envelope: Envelope, to: int) -> None:
         """Takes back what a message that was not sent has lent, and has the credits in it go back with another."""

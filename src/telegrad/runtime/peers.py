@@ -30,7 +30,7 @@ from ..primitives import clock
 from ..primitives.waiter import Waiter
 from ..rendezvous.group import Group
 from ..transport.base import Connection, CrossingError, Listener, Transport
-from .pending import Window
+from .flow_control import Window
 from .routes import addresses_to_dial, why_none
 
 _GONE_NAMES = 1000  # of workers that are gone, kept for texts

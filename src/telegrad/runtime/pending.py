@@ -1,4 +1,4 @@
-"""Calls that wait for their answer, and what bounds them: deadlines, and bytes in flight per peer."""
+"""Calls in flight: each waits for its answer, for the loss of its peer, or for its deadline."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from ..transport.base import Connection, Frames
 
 if TYPE_CHECKING:
     from ..primitives.futures import Future
+    from .flow_control import Window
     from .profiled_calls import ProfiledCall
 
 OVERHEAD_BYTES = 1024  # counted for each call in flight beside its bytes: a million tiny calls are not free
 
 
 class PendingCall(Waiter):
-    """A call from when it is sent until it was answered, failed or timed out.
-
-    The thread that takes it out of `PendingCalls` completes it, so it completes once.
-    """
+    """A call, from when it is sent until it was answered, failed or timed out. The thread that takes it out of
+    `PendingCalls` completes it, so it completes once."""
 
     __slots__ = (
         "caller_waits", "claimed", "connection", "context", "deadline", "depth", "envelope", "frames", "function",
@@ -48,8 +47,8 @@ class PendingCall(Waiter):
         self.future: Future | None = None
         self.envelope: Envelope | None = None
         self.frames: Frames | None = None
-        self.make_error: Callable[[], BaseException] | None = None  # anew for everyone who asks
-        self.caller_waits = True  # by this thread, at once
+        self.make_error: Callable[[], BaseException] | None = None  # makes a new one for each thread that asks
+        self.caller_waits = True  # on this thread, at once
         self.claimed = False  # the answer was read, and is being handed on
         self.profiled: ProfiledCall | None = None  # of a caller that is profiled
         self.reading = False  # its caller holds the read lease since before it was written
@@ -98,10 +97,10 @@ class PendingCall(Waiter):
 
 
 class PendingCalls:
-    """The calls in flight, by message id. A timer of the worker's expires those that no thread may be waiting for.
+    """The calls in flight, by message id. A timer expires those that no thread waits for: `on_expired` completes them.
 
-    `new_timer` makes a timer: a function that has a task run on a thread of the worker's, so many seconds after it was
-    called. `on_expired` completes a call whose time is over.
+    `new_timer` makes a timer: a function that has a task run on a thread of the worker, so many seconds after it was
+    called.
     """
 
     def __init__(
@@ -175,62 +174,9 @@ class PendingCalls:
             self.watch(soonest)
 
 
-class Window:
-    """The bytes in flight to one peer: who wants to send more waits until answers have come.
-
-    # Note [why the window is counted per depth]
-    A call made while serving another one must never wait for that one's caller, or two workers that call each
-    other could block for ever. So each depth of nesting has its own allowance: calls of depth d wait only
-    for calls of depth d to be answered, and those wait only for calls of depth d + 1. The deepest wait for
-    nobody.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._lock = threading.Lock()  # guards the bytes; held for a moment only
-        self._bytes: dict[int, int] = {}  # by depth
-        self._waiting: list[Waiter] = []  # its single operations are atomic
-
-    def enter(self, nbytes: int, depth: int, timeout: float | None) -> bool:
-        """Counts the bytes in, when there is room (one message always fits); False if the time was over."""
-        if self._enter(nbytes, depth):
-            return True
-        deadline = None if timeout is None else clock.now() + timeout
-        while True:
-            waiter = Waiter()
-            self._waiting.append(waiter)
-            if self._enter(nbytes, depth):  # bytes have left before they could see the waiter
-                return True
-            left = None if deadline is None else deadline - clock.now()
-            if left is not None and left <= 0:
-                return False
-            waiter.sleep(left)
-
-    def _enter(self, nbytes: int, depth: int) -> bool:
-        with self._lock:
-            used = self._bytes.get(depth, 0)
-            if used and used + nbytes > self._limit:
-                return False
-            self._bytes[depth] = used + nbytes
-            return True
-
-    def leave(self, nbytes: int, depth: int) -> None:
-        with self._lock:
-            self._bytes[depth] -= nbytes
-        while self._waiting:
-            try:
-                self._waiting.pop().set_done()
-            except IndexError:
-                return
-
-    def bytes_in_flight(self) -> int:
-        with self._lock:
-            return sum(self._bytes.values())
-
-
 def effective_timeout(asked: float | None, default: float, enclosing: float | None) -> float | None:
-    """What a call's time limit is: what was asked for (0: none) or the default, and never beyond the
-    deadline of the call that it is made in."""
+    """The time limit of a call: the one asked for (0: none) or the default, and never beyond the deadline of the call
+    that it is made in."""
     limit: Any = default if asked is None else asked
     limit = None if limit == 0 else float(limit)
     if enclosing is None:
