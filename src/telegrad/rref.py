@@ -23,7 +23,7 @@ from .primitives.current import current_worker
 from .primitives.futures import Future
 from .primitives.interrupts import critical, finaliser
 from .primitives.untraced import untraced_methods
-from .references.table import Entry, Owned
+from .references.entries import Entry, Owned
 from .runtime.pending import effective_timeout
 from .runtime.serving import MAY_WAIT
 from .serialization.by_value import received_handle

@@ -17,7 +17,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,8 +26,6 @@ from .errors import (
     PeerLostError,
     RendezvousError,
     TelegradError,
-    TransportError,
-    UnknownWorkerError,
     text_of,
 )
 from .events import Event, Events
@@ -37,11 +34,12 @@ from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
 from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Failure, Hello, Kind, Member, WorkerInfo, sender_of
 from .options import Options
-from .primitives import current, interrupts
+from .primitives import current
 from .primitives.futures import Future
 from .primitives.interrupts import critical, install, interruptible, run_all, uninstall
 from .primitives.text import check_name
-from .references.table import Entry, Held, References
+from .references.entries import Entry, Held
+from .references.table import References
 from .rendezvous.group import Group, this_host
 from .runtime import context_ends, shutdown
 from .runtime.broadcast import ask
@@ -51,32 +49,19 @@ from .runtime.pending import PendingCall, PendingCalls
 from .runtime.reader import Incoming, Reader
 from .runtime.recording import Recorder
 from .runtime.serving import Server
+from .runtime.statistics import Statistics as Statistics
 from .runtime.threads import Threads
 from .serialization.by_value import main_script
 from .serialization.codec import Body, Codec
-from .transport.base import Connection, ConnectionStatistics, Frames, Transport
+from .transport.base import Connection, Frames, Transport
 from .transport.inproc import Hub, InprocTransport, loopback
 from .transport.lease import ReadLease
 from .transport.poller import Poller
 from .transport.tcp import TcpTransport
 from .transport.unix import UnixTransport
 
-
-@dataclass(frozen=True)
-class Statistics:
-    """What a worker has done so far, and what it is doing."""
-
-    name: str
-    id: int
-    calls_pending: int
-    calls_served: int
-    calls_being_served: int
-    late_answers: int
-    threads: int
-    contexts: int
-    passes: int
-    bytes_in_flight: dict[str, int]
-    connections: dict[str, ConnectionStatistics]
+To = str | int | WorkerInfo
+Kwargs = dict[str, Any] | None
 
 
 class Worker:
@@ -130,20 +115,15 @@ class Worker:
         self.submit = self._threads.submit
         self.wait, self.watch = self._reader.wait, self._reader.watch
         self.open_control = self._codec.open_control
+        self.post = self._calls.post
         self.decode_error = self._calls.error_of
         self.name_of = self._peers.name_of
 
     @classmethod
     def start(
-        cls,
-        name: str,
-        group: Group,
-        options: Options | None = None,
-        *,
-        rank: int = -1,
-        hub: Hub | None = None,
+        cls, name: str, group: Group, options: Options | None = None, *, rank: int = -1, hub: Hub | None = None,
         listen: bool = True,
-    ) -> Worker:
+    ) -> Worker:  # fmt: skip
         """Joins a group: takes a name and an id, listens, and tells the others. One that does not `listen` cannot be
         connected to, and refuses calls.
 
@@ -208,15 +188,10 @@ class Worker:
     # -- the path of a message -------------------------------------------------------------------------
 
     def send(
-        self,
-        connection: Connection,
-        envelope: Envelope,
-        body: Body,
-        timeout: float | None,
-        call: PendingCall | None = None,
-        context: Context | None = None,
-    ) -> None:
-        """Encodes a message and writes it. `call` is what waits for its answer; `context` is what it belongs to."""
+        self, connection: Connection, envelope: Envelope, body: Body, timeout: float | None,
+        call: PendingCall | None = None, context: Context | None = None,
+    ) -> None:  # fmt: skip
+        """Encodes a message and writes it. `call` waits for its answer; `context` is the one that it belongs to."""
         if self.events.subscribers:
             envelope = self.recorder.mark(envelope, connection.peer)
             self._emit("send", "started", envelope, connection)
@@ -290,13 +265,7 @@ class Worker:
             return self._codec.decode(envelope, frames, attach)
 
     def _emit(
-        self,
-        stage: str,
-        phase: str,
-        envelope: Envelope,
-        connection: Connection,
-        nbytes: int = 0,
-        detail: str = "",
+        self, stage: str, phase: str, envelope: Envelope, connection: Connection, nbytes: int = 0, detail: str = ""
     ) -> None:
         kind = KIND_NAMES.get(envelope.kind, "?")
         if not detail and envelope.kind == Kind.GRADIENTS:
@@ -333,37 +302,6 @@ class Worker:
 
     # -- what gradients and references need (gradients/host.py) ----------------------------------------
 
-    def post(self, to: int, envelope: Envelope, body: Body, timeout: float | None, context: Context | None) -> None:
-        """Sends a one-way message.
-
-        Raises:
-            PeerLostError: the worker is gone.
-        """
-        thread = current.thread
-        before = thread.critical
-        thread.critical = before + 1
-        try:
-            try:
-                _, connection = self._peers.reach(to, timeout)
-            except UnknownWorkerError as error:
-                raise self._lost(to, "it has left the group") from error
-            except PeerLostError as error:
-                raise self._lost(to, str(error)) from error
-            try:
-                self.send(connection, envelope, body, timeout, None, context)
-            except TransportError as error:
-                self.on_lost(connection, str(error))
-                raise self._lost(to, str(error)) from error
-        finally:
-            thread.critical = before
-            if interrupts.deferred and not before:
-                interrupts.deliver()
-
-    def _lost(self, worker_id: int, reason: str) -> PeerLostError:
-        error = PeerLostError(f"worker {self.name_of(worker_id)!r} is gone: {reason}")
-        error.worker_id = worker_id
-        return error
-
     def ask(
         self, workers: Iterable[int], function: Callable[..., Any], args: Sequence[Any], seconds: float
     ) -> tuple[dict[int, Any], dict[int, Exception]]:
@@ -375,6 +313,7 @@ class Worker:
         return partial(self._threads.new_timer(task), seconds)
 
     def encode_error(self, error: BaseException, to: int) -> Failure:
+        """An exception, as it is sent to that worker."""
         connection = self._peers.connection_with(to)
         text = "".join(traceback.format_exception(error))
         peer = Hello("", to, "") if connection is None else connection.peer
@@ -385,13 +324,9 @@ class Worker:
     # -- calls -----------------------------------------------------------------------------------------
 
     def call(
-        self,
-        to: str | int | WorkerInfo,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, to: To, function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Kwargs = None,
         timeout: float | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Runs a function on another worker and returns its result.
 
         Raises:
@@ -399,20 +334,16 @@ class Worker:
             CallTimeoutError: no answer within `timeout` seconds (None: the default; 0: no limit).
             PeerLostError: the worker is gone. Whether the function ran is not known.
             NotStartedError: this worker has shut down.
-            Whatever the function raises.
+            Any exception that the function raises.
         """
         self._check_open()
         return self._calls.call(to, Call(function, tuple(args), kwargs or None), timeout)
 
     def call_async(
-        self,
-        to: str | int | WorkerInfo,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, to: To, function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Kwargs = None,
         timeout: float | None = None,
-    ) -> Future:
-        """Like `call`, but returns a future. What fails before anything was sent raises here.
+    ) -> Future:  # fmt: skip
+        """Like `call`, but returns a future. An error from before anything was sent is raised here.
 
         Waits only while more than Options.peer_byte_limit bytes of calls to the peer are unanswered.
         """
@@ -420,15 +351,11 @@ class Worker:
         return self._calls.call_async(to, Call(function, tuple(args), kwargs or None), timeout)
 
     def create(
-        self,
-        to: str | int | WorkerInfo,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, to: To, function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Kwargs = None,
         timeout: float | None = None,
-    ) -> Entry:
-        """Like `call_async`, but the result stays there. What is returned counts as a handle to it: to be called inside
-        of a critical section, in which it becomes one."""
+    ) -> Entry:  # fmt: skip
+        """Like `call_async`, but the result stays there. The entry that is returned counts as a handle to it: to be
+        called inside of a critical section, in which it becomes one."""
         self._check_open()
         create = self._calls.create if current.thread.critical == 1 else self._calls.create_later
         return create(to, Call(function, tuple(args), kwargs or None), timeout)
@@ -474,7 +401,7 @@ class Worker:
                 "start a worker of its own here"
             )
 
-    def info(self, to: str | int | WorkerInfo | None = None) -> WorkerInfo:
+    def info(self, to: To | None = None) -> WorkerInfo:
         """The name and id of a worker; of this one by default."""
         return WorkerInfo(self.name, self.id) if to is None else self._peers.find(to).info
 
@@ -490,22 +417,8 @@ class Worker:
         return [WorkerInfo(m.name, m.id) for m in self.group.members()]
 
     def statistics(self) -> Statistics:
-        """A snapshot. Never blocks for long. Connections with observers are left out: they are not the group's."""
-        with_peers = [c for c in self._peers.connections() if not c.peer.is_observer]
-        connections = {f"{c.peer.name}#{n}": c.statistics() for n, c in enumerate(with_peers)}
-        return Statistics(
-            self.name,
-            self.id,
-            len(self._pending),
-            self._server.calls_served,
-            self._server.being_served,
-            self._calls.late_answers,
-            self._threads.count,
-            len(self.contexts),
-            self.engine.busy,
-            self._peers.bytes_in_flight(),
-            connections,
-        )
+        """Takes a snapshot. Never blocks for long."""
+        return Statistics.of(self)
 
     def close(self, graceful: bool = True, timeout: float | None = None) -> None:
         """Leaves the group. Any number of times.

@@ -84,7 +84,7 @@ class TestOnAThreadOfTheWorker:
 
     def test_errors_of_creations(self, kind):
         table = telegrad.references.table.References(1, "a", SimpleNamespace(later=lambda seconds, task: lambda: None))
-        entry = table._owned[5] = telegrad.references.table.Owned(5, 1)
+        entry = table._owned[5] = telegrad.references.entries.Owned(5, 1)
         table.set_error(5, BadError(kind, "pickled"))
         with pytest.raises(RemoteError, match="a bad one"):
             table.value_of(entry, 1.0)

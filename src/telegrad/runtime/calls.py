@@ -3,6 +3,7 @@
 call         the caller's thread waits, and reads the answer itself if no other thread reads
 call_async   a future waits
 create       no thread waits: the result stays with its owner
+post         a one-way message, of gradients and references
 on_answer    completes the call, on the thread that has read the answer; fail: with an error instead
 """
 
@@ -24,16 +25,18 @@ from ..errors import (
     RemoteError,
     RendezvousError,
     TransportError,
+    UnknownWorkerError,
 )
 from ..events import Span, logger
 from ..gradients.attach import NoHistoryError
+from ..gradients.contexts import Context
 from ..gradients.torch_modes import current_modes
 from ..messages import Call, Envelope, Failure, Kind, WorkerInfo
 from ..primitives import clock, current, interrupts
 from ..primitives.futures import Future
 from ..primitives.interrupts import getsignal, in_finaliser, interruptible, on_signal
-from ..references.table import Entry, Held
-from ..serialization.codec import Codec
+from ..references.entries import Entry, Held
+from ..serialization.codec import Body, Codec
 from ..transport.base import Connection
 from . import profiled_calls
 from .peers import Peer, Peers
@@ -231,6 +234,37 @@ class Calls:
             late = call.timeout_error()()
             late.add_note(str(error))
             return late
+        return error
+
+    def post(self, to: int, envelope: Envelope, body: Body, timeout: float | None, context: Context | None) -> None:
+        """Sends a one-way message.
+
+        Raises:
+            PeerLostError: the worker is gone.
+        """
+        thread = current.thread
+        before = thread.critical
+        thread.critical = before + 1
+        try:
+            try:
+                _, connection = self._peers.reach(to, timeout)
+            except UnknownWorkerError as error:
+                raise self._lost(to, "it has left the group") from error
+            except PeerLostError as error:
+                raise self._lost(to, str(error)) from error
+            try:
+                self._worker.send(connection, envelope, body, timeout, None, context)
+            except TransportError as error:
+                self._worker.on_lost(connection, str(error))
+                raise self._lost(to, str(error)) from error
+        finally:
+            thread.critical = before
+            if interrupts.deferred and not before:
+                interrupts.deliver()
+
+    def _lost(self, worker_id: int, reason: str) -> PeerLostError:
+        error = PeerLostError(f"worker {self._peers.name_of(worker_id)!r} is gone: {reason}")
+        error.worker_id = worker_id
         return error
 
     # -- waiting ---------------------------------------------------------------------------------------
