@@ -1,4 +1,4 @@
-"""What users call, with torch.distributed.autograd's names where it has them.
+"""The public functions of gradients, with torch.distributed.autograd's names where it has them.
 
     with context() as context_id:
         loss = rpc_sync("worker", forward, args=(batch,)).sum()
@@ -250,7 +250,7 @@ def graph(
 
 
 def debug_info() -> dict[str, int]:
-    """What this worker keeps for gradients, as counts."""
+    """Counts of what this worker keeps for gradients."""
     return current_worker().engine.statistics()
 
 
@@ -268,7 +268,7 @@ class SendFunction:
 
 
 class DistAutogradContext:
-    """A look at what this worker keeps for a context."""
+    """A view of what this worker keeps for a context."""
 
     def __init__(self, found: Context) -> None:
         self._found = found

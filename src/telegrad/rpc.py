@@ -1,4 +1,4 @@
-"""What users call, with torch.distributed.rpc's names and meaning.
+"""The public functions of calls, with torch.distributed.rpc's names and meaning.
 
     init_rpc("trainer", rank=0, world_size=2)
     total = rpc_sync("ps", torch.add, args=(a, b))

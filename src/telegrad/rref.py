@@ -1,7 +1,7 @@
 """RRef: a handle to a value on its owner.
 
-    remote(), RRef(value)   -> a handle here, counted in this worker's table (references.py)
-    in a message            -> a handle there; see Note [credits] in references.py
+    remote(), RRef(value)   -> a handle here, counted in this worker's table (references/)
+    in a message            -> a handle there; see Note [credits] in references/table.py
     to_here(), rpc_sync()   -> calls to the owner
 
 The value lives while any handle lives anywhere.

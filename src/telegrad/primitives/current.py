@@ -93,7 +93,7 @@ def current_serving() -> Serving | None:
 
 
 def current_context_id() -> int:
-    """Of autograd; 0: none."""
+    """The autograd context that this code runs in; 0: none."""
     found = context_id.get()
     return found if found or (pass_ := engine_pass()) is None else pass_.context_id
 

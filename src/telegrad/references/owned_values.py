@@ -65,7 +65,7 @@ class OwnedValues:
         return (entry,)
 
     def kept_for_others(self) -> dict[int, list[str]]:
-        """The values that other workers have handles to, and who these are."""
+        """The values that other workers have handles to, and the names of these workers."""
         with self._lock:
             found = {entry.id: list(entry.credits) for entry in self._owned.values() if entry.credits}
         return {id: [self.host.name_of(worker) for worker in workers] for id, workers in found.items()}
@@ -73,11 +73,11 @@ class OwnedValues:
     # -- values here -----------------------------------------------------------------------------------
 
     def set_value(self, id: int, value: Any) -> None:
-        """It was created; or is not needed any more."""
+        """Sets a value that was created, unless it is not needed any more."""
         self._set(id, value, None)
 
     def set_error(self, id: int, error: BaseException) -> None:
-        """It could not be created: whoever asks for it hears why."""
+        """Notes why it could not be created: raised wherever the value is asked for."""
         self._set(id, None, without_frames(error, self._name))
 
     def _set(self, id: int, value: Any, error: Callable[[], BaseException] | None) -> None:

@@ -364,7 +364,7 @@ class Peers:
         return True
 
     def _forget(self, peer: Peer) -> None:
-        """The next one who wants it looks again: the name may belong to a new incarnation by then."""
+        """Forgets a peer, so that the next call looks again: the name may belong to a new incarnation by then."""
         with self._lock:
             peer.connection = None
             self._note_gone_locked(peer.member.id, peer.member.name)

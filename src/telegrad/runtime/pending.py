@@ -77,7 +77,7 @@ class PendingCall(Waiter):
             raise TimeoutError(f"{window.bytes_in_flight()} bytes of calls to it are unanswered")
         self.nbytes = nbytes
         if self.caller_waits and nbytes < SHARED_MEMORY_FROM:
-            # The answer may be here before the write returns: be the one who reads it.
+            # The answer may be here before the write returns: be the thread that reads it.
             self.reading = connection.lease.try_take()
 
     def leave_window(self) -> None:

@@ -224,7 +224,7 @@ class ReadLease:
             os.eventfd_read(self._bell)
         except BlockingIOError:
             pass  # it did not ring; or it is just about to, and then rings in vain
-        # First this, then the queues: who appends to one and finds the bell rung still is seen.
+        # First this, then the queues: a thread that appends and finds the bell still rung is seen.
         self._is_rung = False
         if self._unread:
             self._run_unread()
@@ -307,7 +307,7 @@ class Turn:
         """The calling thread holds the lease."""
         self._lease = lease
         self._hand_on = hand_on
-        self._away: list[None] = []  # not empty: the thread may be relieved. list.pop decides who is first
+        self._away: list[None] = []  # not empty: the thread may be relieved. list.pop decides which thread is first
         self.since = 0.0
         self.waiting: deque[Any] = deque()  # messages that were read and not yet begun
         lease.began(self)
