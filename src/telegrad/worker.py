@@ -80,7 +80,7 @@ class Worker:
         self._ended_together = False  # all of the group have come to their end: see shutdown.py
         self._on_call: Callable[[Incoming], None] = self._refuse_call  # until it listens
         self._closing = threading.Lock()  # taken once and for all by close()
-        self._ids = itertools.count((member.id << COUNTER_BITS) + 1)
+        self.new_message_id = itertools.count((member.id << COUNTER_BITS) + 1).__next__
         self._poller = Poller()
         self._threads = Threads(
             member.name, self._poller, options.idle_thread_timeout, self._on_thread_start, self._tick
@@ -182,9 +182,6 @@ class Worker:
             connection.tick()
         self.engine.tick()
 
-    def new_message_id(self) -> int:
-        return next(self._ids)
-
     # -- the path of a message -------------------------------------------------------------------------
 
     def send(
@@ -202,9 +199,10 @@ class Worker:
                 self.attach.outgoing(context, envelope, packed.tracked, connection, to)
                 if call is not None:
                     call.context = context.id
-            if packed.handles or self.references.unsettled:
+            references = self.references
+            if packed.handles or references.let_go_here or references.to_go_back:
                 entries = [handle.entry for handle in packed.handles]
-                self.references.outgoing(envelope, entries, connection.peer.id)
+                references.outgoing(envelope, entries, connection.peer.id)
             frames = self._codec.seal(envelope, packed)
             if self.events.subscribers:
                 self._emit("write", "started", envelope, connection, frames.nbytes)
@@ -238,7 +236,7 @@ class Worker:
             self._emit("receive", "started", envelope, message.connection, sum(map(len, message.frames.buffers)))
         if envelope.kind == Kind.CALL:
             self._on_call(message)
-        elif not message.is_answer:
+        elif envelope.kind > Kind.FAILURE:
             if message.task is not None:
                 message.task()
         else:
@@ -255,7 +253,7 @@ class Worker:
             DecodeError: it cannot be rebuilt; or it answers a call of context `tracked_in`, and tensors that require
                 grad come without their history.
         """
-        attach = self.attach.incoming(envelope)
+        attach = None if envelope.autograd is None else self.attach.incoming(envelope)
         if attach is None and tracked_in:
             attach = refuse
         if not self.events.subscribers:

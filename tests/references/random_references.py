@@ -61,7 +61,7 @@ class Node:
     def post(self, to: int, envelope: Envelope, body: Any, timeout: None, context: None) -> None:
         if to in self.knows_lost:
             raise PeerLostError(f"worker {to} is gone")
-        if self.references.unsettled:
+        if self.references.let_go_here or self.references.to_go_back:
             self.references.outgoing(envelope, (), to)
         self.world.write(self.id, to, Message(envelope, body))
 
@@ -243,7 +243,7 @@ class World:
             table = node.references
             assert set(table._held) == {h.entry.id for h in node.handles if h.entry.owner != node.id}
             assert not table._loans, "on loan for ever"
-            assert not table._let_go and not table._back, "not settled"
+            assert not table.let_go_here and not table.to_go_back, "not settled"
             for id, entry in table._owned.items():
                 assert id in handles, f"value {id} lives, and no handle does: {entry.handles}, {entry.credits}"
                 assert not entry.waiting, "somebody waits for ever"

@@ -199,7 +199,7 @@ class Bench:
     def call(self, id: int, connection: ScriptedConnection, timeout: float | None = 60.0) -> PendingCall:
         call = PendingCall(id, "f", connection.peer.name, timeout, 1)
         call.connection = connection
-        self.pending.add(call)
+        self.pending.calls[call.id] = call
         return call
 
     def answer(self, call_id: int, connection: ScriptedConnection) -> None:

@@ -314,7 +314,7 @@ def test_a_failure_that_nobody_waits_for_is_logged(cluster):
     finally:
         logging.getLogger("telegrad").removeHandler(watch)
     (message,) = seen
-    assert "the call of fail on worker 'a' failed, and nobody waited for it: KeyError('lost')" in message
+    assert "the call of fail on worker 'a' failed, and no one waited for it: KeyError('lost')" in message
 
 
 def test_failures_that_were_waited_for_are_not_logged(cluster, caplog):
@@ -327,7 +327,7 @@ def test_failures_that_were_waited_for_are_not_logged(cluster, caplog):
             wait(future)
         del future
     rpc.rpc_sync("a", abs, args=(1,))
-    assert "nobody waited" not in caplog.text
+    assert "no one waited" not in caplog.text
 
 
 # -- failures ---------------------------------------------------------------------------------------------

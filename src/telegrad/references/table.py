@@ -51,9 +51,9 @@ class References(OwnedValues):
         # Guarded by the lock:
         self._held: dict[int, Held] = {}
         self._loans: dict[int, tuple[Held, int]] = {}  # by number: what was lent, and to whom
-        self._back: dict[int, list[tuple[int, int]]] = {}  # by owner: (value, credits) that are to go back
+        self.to_go_back: dict[int, list[tuple[int, int]]] = {}  # by owner: (value, credits) that are to go back
         # Written by finalisers, which must not lock:
-        self._let_go: deque[Entry] = deque()  # each once for a handle that has died
+        self.let_go_here: deque[Entry] = deque()  # each once for a handle that has died, and is not yet counted
         self._clearing = False
         self._clear_soon: Task | None = host.later(_SOON, self._clear)  # None after `close`
 
@@ -103,42 +103,37 @@ class References(OwnedValues):
 
     def let_go(self, entry: Entry) -> None:
         """A handle has died. From finalisers: on any thread, under any lock."""
-        self._let_go.append(entry)
+        self.let_go_here.append(entry)
         clear_soon = self._clear_soon
         if not self._clearing and clear_soon is not None:
             self._clearing = True
             clear_soon()
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether handles have died of which others may have to hear."""
-        return bool(self._let_go or self._back)
 
     def _clear(self) -> None:
         self._clearing = False
         dead: list[Owned] = []
         with self._lock:
             self._count_locked(dead)
-            back, self._back = self._back, {}
+            back, self.to_go_back = self.to_go_back, {}
         for owner, credits in back.items():
             self._tell(owner, Kind.DROP, Drop(tuple(credits)))
 
     def _count_locked(self, dead: list[Owned]) -> None:
-        while self._let_go:
-            entry = self._let_go.popleft()
+        while self.let_go_here:
+            entry = self.let_go_here.popleft()
             entry.handles -= 1
             if isinstance(entry, Owned):
                 dead += self._unused_locked(entry)
             elif entry.handles == 0 and self._held.get(entry.id) is entry:
                 del self._held[entry.id]
-                self._back.setdefault(entry.owner, []).append((entry.id, entry.credits))
+                self.to_go_back.setdefault(entry.owner, []).append((entry.id, entry.credits))
 
     def let_all_go(self) -> None:
         """As if all handles here had died. Those that are still there refer to nothing any more."""
         dead: list[Owned] = []
         with self._lock:
             for held in self._held.values():
-                self._back.setdefault(held.owner, []).append((held.id, held.credits))
+                self.to_go_back.setdefault(held.owner, []).append((held.id, held.credits))
             self._held.clear()
             for owned in list(self._owned.values()):
                 owned.handles = 0
@@ -153,7 +148,7 @@ class References(OwnedValues):
         dead: list[Owned] = []
         with self._lock:
             self._count_locked(dead)
-            back = self._back.pop(to, ())
+            back = self.to_go_back.pop(to, ())
             for entry in {entry.id: entry for entry in entries}.values():
                 loan = 0
                 if isinstance(entry, Owned):
@@ -172,7 +167,7 @@ class References(OwnedValues):
         dead: list[Owned] = []
         with self._lock:
             if envelope.dropped:
-                self._back.setdefault(to, []).extend(envelope.dropped)
+                self.to_go_back.setdefault(to, []).extend(envelope.dropped)
             for lent in envelope.lent:
                 if lent.owner == self._id:
                     owned = self._owned.get(lent.rref)

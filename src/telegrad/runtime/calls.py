@@ -15,6 +15,7 @@ from functools import partial
 from signal import SIGINT
 from typing import TYPE_CHECKING, Any
 
+from .._torch import current_graph_task_id
 from ..errors import (
     CallTimeoutError,
     DecodeError,
@@ -159,7 +160,9 @@ class Calls:
             current.thread.relieve()
         limit = effective_timeout(timeout, worker.options.rpc_timeout, serving.deadline if serving else None)
         depth = serving.depth + 1 if serving else 1
-        peer, connection = self._reach(to, limit)
+        peer = self._peers.known_peers.get(to) if isinstance(to, (str, int)) else None
+        if peer is None or (connection := peer.connection) is None:
+            peer, connection = self._reach(to, limit)
         name = getattr(body.function, "__qualname__", None) or repr(body.function)
         call = PendingCall(worker.new_message_id(), name, peer.member.name, limit, depth)
         call.future = future
@@ -178,9 +181,10 @@ class Calls:
             call.profiled = profiled_calls.begin(mode, body.function, worker.name, call.peer)
             if call.profiled is not None:
                 envelope.profiling = call.profiled.asks
-        self._pending.add(call)
+        context = worker.attach.current() if current.context_id.get() or current_graph_task_id() >= 0 else None
+        self._pending.calls[call.id] = call
         try:
-            worker.send(connection, envelope, body, limit, call, worker.attach.current())
+            worker.send(connection, envelope, body, limit, call, context)
         except HandedOverError as error:
             # It will run there. Its caller hears that its time is over, or of the interrupt.
             call.stop_reading()
@@ -308,15 +312,16 @@ class Calls:
             logger.debug("an answer to message %d came too late and was dropped", envelope.reply_to)
             return
         call.envelope, call.frames = envelope, message.frames
-        self._complete(call, may_run_callbacks=may_run_callbacks)
+        self.complete(call, may_run_callbacks=may_run_callbacks)
 
     def fail(self, call: PendingCall, make_error: Callable[[], BaseException]) -> None:
         """Completes a call with an error. The caller has taken it out of the pending ones."""
         call.make_error = make_error
-        self._complete(call, may_run_callbacks=False)
+        self.complete(call, may_run_callbacks=False)
 
-    def _complete(self, call: PendingCall, *, may_run_callbacks: bool) -> None:
-        call.leave_window()
+    def complete(self, call: PendingCall, *, may_run_callbacks: bool) -> None:
+        if call.nbytes:
+            call.leave_window()
         future = call.future
         if future is None:
             if not call.caller_waits:

@@ -25,8 +25,11 @@ class Window:
 
     def enter(self, nbytes: int, depth: int, timeout: float | None) -> bool:
         """Counts the bytes in, when there is room (one message always fits); False after `timeout` seconds."""
-        if self._enter(nbytes, depth):
-            return True
+        with self._lock:
+            used = self._bytes.get(depth, 0)
+            if not used or used + nbytes <= self._limit:
+                self._bytes[depth] = used + nbytes
+                return True
         deadline = None if timeout is None else clock.now() + timeout
         while True:
             waiter = Waiter()

@@ -33,7 +33,8 @@ class PendingCall(Waiter):
     )  # fmt: skip
 
     def __init__(self, id: int, function: str, peer: str, timeout: float | None, depth: int) -> None:
-        super().__init__()
+        self.done = False  # as in Waiter
+        self.wakes = []
         self.id = id
         self.function = function
         self.peer = peer
@@ -108,24 +109,21 @@ class PendingCalls:
         on_expired: Callable[[PendingCall], None],
         new_timer: Callable[[Callable[[], None]], Callable[[float], None]],
     ) -> None:
-        self._calls: dict[int, PendingCall] = {}  # its single operations are atomic
+        self.calls: dict[int, PendingCall] = {}  # by message id; its single operations are atomic
         self._on_expired = on_expired
         self._lock = threading.Lock()  # guards all below
         self._next_look = float("inf")
         self._set_timer = new_timer(self._expire)
 
     def __len__(self) -> int:
-        return len(self._calls)
-
-    def add(self, call: PendingCall) -> None:
-        self._calls[call.id] = call
+        return len(self.calls)
 
     def take(self, id: int) -> PendingCall | None:
-        return self._calls.pop(id, None)
+        return self.calls.pop(id, None)
 
     def claim(self, id: int, connection: Connection) -> PendingCall | None:
         """Takes out a call whose answer was read. Only the worker that was asked can answer."""
-        call = self._calls.get(id)
+        call = self.calls.get(id)
         if call is None:
             return None
         if call.connection is not connection:
@@ -134,14 +132,14 @@ class PendingCalls:
                 connection.peer.name, call.function, call.peer,
             )  # fmt: skip
             return None
-        if self._calls.pop(id, None) is None:
+        if self.calls.pop(id, None) is None:
             return None
         call.claimed = True
         return call
 
     def take_all(self, connection: Connection | None) -> list[PendingCall]:
         """Takes out all calls of a connection, or (None) all calls."""
-        calls = [c for c in list(self._calls.values()) if connection is None or c.connection is connection]
+        calls = [c for c in list(self.calls.values()) if connection is None or c.connection is connection]
         return [c for c in calls if self.take(c.id) is not None]
 
     def watch(self, call: PendingCall) -> None:
@@ -159,7 +157,7 @@ class PendingCalls:
             self._next_look = float("inf")  # a call that is watched from here on sets the timer itself
         now = clock.now()
         soonest: PendingCall | None = None
-        for call in list(self._calls.values()):
+        for call in list(self.calls.values()):
             if call.deadline is None:
                 continue
             if call.deadline > now:

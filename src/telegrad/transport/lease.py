@@ -184,7 +184,7 @@ class ReadLease:
                 now = clock.now()
                 until = None if timeout is None else now + timeout
                 # Spinning pays where messages follow each other closely, and costs a core elsewhere.
-                spin_until = now + self.linger
+                spin_until = now + self.max_spin if self._lively and now >= self._no_spin_until else now
                 while not events:
                     if waiter is not None and waiter.done:
                         return _NONE
@@ -206,8 +206,10 @@ class ReadLease:
         now = clock.now()
         self._lively = now - self._last < _LIVELY
         self._last = now
-        by_fd = self._by_fd
-        found = [connection for fd, _ in events if (connection := by_fd.get(fd)) is not None]
+        found = []
+        for fd, _ in events:
+            if (connection := self._by_fd.get(fd)) is not None:
+                found.append(connection)
         if len(found) != len(events) or self._is_rung:
             self._answer_bell(found)
         return found
