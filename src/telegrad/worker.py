@@ -76,7 +76,7 @@ class Worker:
         self.recorder = Recorder(self, self.events)
         self.group = group
         self._pid = os.getpid()
-        self._closed_because = ""
+        self.closed_because = ""
         self._ended_together = False  # all of the group have come to their end: see shutdown.py
         self._on_call: Callable[[Incoming], None] = self._refuse_call  # until it listens
         self._closing = threading.Lock()  # taken once and for all by close()
@@ -108,15 +108,15 @@ class Worker:
             merge=self.attach.merge, arrive=self.references.incoming, on_control=self._on_control,
         )  # fmt: skip
         self._server = Server(self, self._codec, self._threads)
-        self._calls = Calls(self, self._codec, self._peers, self._pending, self._reader, self._threads)
+        self.calls = Calls(self, self._codec, self._peers, self._pending, self._reader, self._threads)
         self._self_ends = loopback(hello, self._lease, options)
         self._peers.know_self(member, self._self_ends[0])
         # For gradients and references (gradients/host.py):
         self.submit = self._threads.submit
         self.wait, self.watch = self._reader.wait, self._reader.watch
         self.open_control = self._codec.open_control
-        self.post = self._calls.post
-        self.decode_error = self._calls.error_of
+        self.post = self.calls.post
+        self.decode_error = self.calls.error_of
         self.name_of = self._peers.name_of
 
     @classmethod
@@ -242,7 +242,7 @@ class Worker:
         else:
             if self._codec.unanswered:
                 self._codec.on_answer(message.connection.peer.id, envelope)
-            self._calls.on_answer(message, may_run_callbacks=message.call is here)
+            self.calls.on_answer(message, may_run_callbacks=message.call is here)
         if self.events.subscribers:
             self._emit("receive", "complete", envelope, message.connection)
 
@@ -288,7 +288,7 @@ class Worker:
         if self._peers.drop(connection):
             for call in self._pending.take_all(connection):
                 gone = f"worker {call.peer!r} is gone, with the call of {call.function} unanswered: {reason}"
-                self._calls.fail(call, partial(PeerLostError, gone))
+                self.calls.fail(call, partial(PeerLostError, gone))
             self.references.on_lost(connection.peer.id, connection.peer.name)
             self._codec.forget(connection.peer.id)
             if connection.peer.is_observer:
@@ -334,8 +334,7 @@ class Worker:
             NotStartedError: this worker has shut down.
             Any exception that the function raises.
         """
-        self._check_open()
-        return self._calls.call(to, Call(function, tuple(args), kwargs or None), timeout)
+        return self.calls.call(to, function, args, kwargs, timeout)
 
     def call_async(
         self, to: To, function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Kwargs = None,
@@ -345,8 +344,7 @@ class Worker:
 
         Waits only while more than Options.peer_byte_limit bytes of calls to the peer are unanswered.
         """
-        self._check_open()
-        return self._calls.call_async(to, Call(function, tuple(args), kwargs or None), timeout)
+        return self.calls.call_async(to, function, args, kwargs, timeout)
 
     def create(
         self, to: To, function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Kwargs = None,
@@ -354,27 +352,27 @@ class Worker:
     ) -> Entry:  # fmt: skip
         """Like `call_async`, but the result stays there. The entry that is returned counts as a handle to it: to be
         called inside of a critical section, in which it becomes one."""
-        self._check_open()
-        create = self._calls.create if current.thread.critical == 1 else self._calls.create_later
+        self.check_open()
+        create = self.calls.create if current.thread.critical == 1 else self.calls.create_later
         return create(to, Call(function, tuple(args), kwargs or None), timeout)
 
     def creation_of(self, entry: Held) -> Future:
         """The future of a value's creation: done when that is known."""
-        return self._calls.creation_of(entry)
+        return self.calls.creation_of(entry)
 
     def _on_expired(self, call: PendingCall) -> None:
-        self._calls.fail(call, call.timeout_error())
+        self.calls.fail(call, call.timeout_error())
 
     # -- contexts --------------------------------------------------------------------------------------
 
     def new_context(self) -> int:
         """Makes an autograd context, and gives its id."""
-        self._check_open()
+        self.check_open()
         return self.contexts.new().id
 
     def release_context(self, context_id: int, *, wait: bool = False) -> None:
         """Ends a context here and on every worker that took part in it; with `wait`, returns when all know it."""
-        if not self._closed_because:
+        if not self.closed_because:
             context_ends.release(self, context_id, wait=wait)
 
     def release_context_later(self, context_id: int) -> None:
@@ -386,12 +384,13 @@ class Worker:
     @property
     def is_closed(self) -> bool:
         """Whether it has left its group."""
-        return bool(self._closed_because)
+        return bool(self.closed_because)
 
-    def _check_open(self) -> None:
-        if self._closed_because:
+    def check_open(self) -> None:
+        """Raises NotStartedError, if this worker has shut down or belongs to another process."""
+        if self.closed_because:
             raise NotStartedError(
-                f"worker {self.name!r} {self._closed_because}; RPC has not been initialized. Call init_rpc first."
+                f"worker {self.name!r} {self.closed_because}; RPC has not been initialized. Call init_rpc first."
             )
         if os.getpid() != self._pid:
             raise NotStartedError(

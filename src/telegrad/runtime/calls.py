@@ -9,8 +9,9 @@ on_answer    completes the call, on the thread that has read the answer; fail: w
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from signal import SIGINT
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from ..worker import Worker
 
 To = str | int | WorkerInfo
+Function = Callable[..., Any]
+Kwargs = dict[str, Any] | None
 
 
 class Calls:
@@ -63,21 +66,26 @@ class Calls:
         self._pending = pending
         self._reader = reader
         self._threads = threads
+        self._pid = os.getpid()
         self._to_log: deque[str] = deque()  # from finalisers, which must not log themselves
         self.late_answers = 0
 
     # -- out -------------------------------------------------------------------------------------------
 
-    def call(self, to: To, body: Call, timeout: float | None) -> Any:
-        thread = current.thread
+    def call(self, to: To, function: Function, args: Sequence[Any], kwargs: Kwargs, timeout: float | None) -> Any:
+        """See Worker.call()."""
+        worker, thread = self._worker, current.thread
+        if worker.closed_because or os.getpid() != self._pid:
+            worker.check_open()
         if thread.critical:
             raise in_finaliser("rpc_sync()")
+        body = Call(function, tuple(args), kwargs or None)
         thread.critical = 1
         try:
             if thread.is_main and getsignal(SIGINT) is not on_signal:
                 interrupts.guard()
             call = self._start(to, body, timeout, None)
-            waiting = self._report_wait(call) if self._worker.events.subscribers else None
+            waiting = self._report_wait(call) if worker.events.subscribers else None
             if call.reading:
                 call.reading = False
                 self._reader.read_for(call, call.timeout)
@@ -94,8 +102,14 @@ class Calls:
             if interrupts.deferred:
                 interrupts.deliver()
 
-    def call_async(self, to: To, body: Call, timeout: float | None) -> Future:
-        thread = current.thread
+    def call_async(
+        self, to: To, function: Function, args: Sequence[Any], kwargs: Kwargs, timeout: float | None
+    ) -> Future:
+        """See Worker.call_async()."""
+        worker, thread = self._worker, current.thread
+        if worker.closed_because or os.getpid() != self._pid:
+            worker.check_open()
+        body = Call(function, tuple(args), kwargs or None)
         future = Future(self._wait_for, self._log_later)
         if thread.critical:
             self._threads.submit_from_finaliser(partial(self._call_later, to, body, timeout, future))
@@ -320,8 +334,9 @@ class Calls:
         self.complete(call, may_run_callbacks=False)
 
     def complete(self, call: PendingCall, *, may_run_callbacks: bool) -> None:
-        if call.nbytes:
-            call.leave_window()
+        nbytes, call.nbytes = call.nbytes, 0
+        if nbytes:
+            call.window.leave(nbytes, call.depth)
         future = call.future
         if future is None:
             if not call.caller_waits:
@@ -329,7 +344,9 @@ class Calls:
                     self._threads.submit(partial(self._open_answer, call))
                 else:
                     call.frames = None  # a creation's answer says nothing more, and its handle keeps the call
-            call.set_done()  # the caller, which waits, decodes the answer itself
+            call.done = True  # the caller, which waits, decodes the answer itself
+            if call.wakes:
+                call.set_done()
         elif may_run_callbacks or not future.has_callbacks:
             self._complete_future(call)
         else:

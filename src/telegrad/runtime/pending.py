@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .flow_control import Window
     from .profiled_calls import ProfiledCall
 
+UNSET_TIMEOUT = -1.0  # torch's mark for "the default"
 OVERHEAD_BYTES = 1024  # counted for each call in flight beside its bytes: a million tiny calls are not free
 
 
@@ -31,6 +32,7 @@ class PendingCall(Waiter):
         "caller_waits", "claimed", "connection", "context", "deadline", "depth", "envelope", "frames", "function",
         "future", "id", "make_error", "nbytes", "peer", "profiled", "reading", "timeout", "window",
     )  # fmt: skip
+    window: Window  # given before it is sent
 
     def __init__(self, id: int, function: str, peer: str, timeout: float | None, depth: int) -> None:
         self.done = False  # as in Waiter
@@ -43,7 +45,6 @@ class PendingCall(Waiter):
         self.depth = depth
         self.connection: Connection | None = None
         self.context = 0  # of autograd, in which it was sent; 0: none
-        self.window: Window | None = None
         self.nbytes = 0  # counted in the window
         self.future: Future | None = None
         self.envelope: Envelope | None = None
@@ -72,7 +73,6 @@ class PendingCall(Waiter):
         """
         nbytes += OVERHEAD_BYTES
         window, connection = self.window, self.connection
-        assert window is not None
         assert connection is not None
         if not window.enter(nbytes, self.depth, self.timeout):
             raise TimeoutError(f"{window.bytes_in_flight()} bytes of calls to it are unanswered")
@@ -84,7 +84,6 @@ class PendingCall(Waiter):
     def leave_window(self) -> None:
         nbytes, self.nbytes = self.nbytes, 0
         if nbytes:
-            assert self.window is not None
             self.window.leave(nbytes, self.depth)
 
     def timeout_error(self) -> Callable[[], CallTimeoutError]:
@@ -173,9 +172,9 @@ class PendingCalls:
 
 
 def effective_timeout(asked: float | None, default: float, enclosing: float | None) -> float | None:
-    """The time limit of a call: the one asked for (0: none) or the default, and never beyond the deadline of the call
-    that it is made in."""
-    limit: Any = default if asked is None else asked
+    """The time limit of a call: the one asked for (0: no limit; None, UNSET_TIMEOUT: the default), and never beyond the
+    deadline of the call that it is made in."""
+    limit: Any = default if asked is None or asked == UNSET_TIMEOUT else asked
     limit = None if limit == 0 else float(limit)
     if enclosing is None:
         return limit  # type: ignore[no-any-return]

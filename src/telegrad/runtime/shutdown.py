@@ -38,7 +38,7 @@ def close(worker: Worker, graceful: bool, timeout: float | None) -> None:
         if graceful and not is_fork:
             retire(worker, timeout)
     finally:
-        worker._closed_because = "has shut down"
+        worker.closed_because = "has shut down"
         if not is_fork:
             # Where all end together there is none left to tell, and rank 0 may have taken the store with it.
             leave = partial(group.leave, worker.member, tell=not worker._ended_together)
@@ -56,12 +56,12 @@ def _tear_down(worker: Worker) -> None:
     for end in worker._self_ends:
         end.abort(gone)
     for call in worker._pending.take_all(None):
-        worker._calls.fail(call, partial(PeerLostError, f"{gone} before the call was answered"))
+        worker.calls.fail(call, partial(PeerLostError, f"{gone} before the call was answered"))
     all_ended = worker._threads.close(timeout=2.0)
     worker._lease.relieve()  # a thread that still runs a function must not keep the lease
     for connection in worker._peers.connections():
         worker._peers.drop(connection)
-    worker._calls.log_notes()
+    worker.calls.log_notes()
     worker._lease.close()
     if all_ended:
         worker._poller.close()

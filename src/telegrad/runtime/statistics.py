@@ -37,7 +37,7 @@ class Statistics:
             calls_pending=len(worker._pending),
             calls_served=worker._server.calls_served,
             calls_being_served=worker._server.being_served,
-            late_answers=worker._calls.late_answers,
+            late_answers=worker.calls.late_answers,
             threads=worker._threads.count,
             contexts=len(worker.contexts),
             passes=worker.engine.busy,
