@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jumping_clock import JumpingClock
 
 import telegrad
 from telegrad.primitives import current, interrupts
@@ -132,6 +133,11 @@ def no_interrupt_is_left() -> Iterator[None]:
     interrupts._held, current.thread.critical, current.thread.blocking = 0, 0, False
     assert left == ([], 0, 0, False), "deferred interrupts, endings, critical sections, blocking sections left behind"
     assert current.thread.is_main
+
+
+@pytest.fixture
+def jumping_clock(monkeypatch: pytest.MonkeyPatch) -> JumpingClock:
+    return JumpingClock(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Of a name that was not used yet: one of the above, or a module of the package."""
+    """Imports a name on its first use: one of the above, or a module of the package."""
     if name in _HOMES:
         value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
         return value

@@ -1,4 +1,4 @@
-"""What users call, with torch.distributed.autograd's names where it has them.
+"""The public functions of gradients, with torch.distributed.autograd's names where it has them.
 
     with context() as context_id:
         loss = rpc_sync("worker", forward, args=(batch,)).sum()
@@ -10,9 +10,9 @@ The functions act on the current worker: inside a call the one that serves it, e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,16 +140,22 @@ def backward(
         raise ValueError(f"into={into!r}; choose 'context' or 'grad'")
     if current.thread.critical:
         raise in_finaliser("autograd.backward()")
-    with profiled_calls.span(profiled_calls.BACKWARD) if profiled_calls.running else nullcontext():
-        current_worker().engine.backward(
-            context_id,
-            _tensors(roots, "roots"),
-            grad_tensors=None if grad_tensors is None else list(grad_tensors),
-            retain_graph=bool(retain_graph),
-            create_graph=create_graph,
-            into_grad=into == "grad",
-            timeout=_timeout(timeout),
-        )
+    worker = current_worker()
+    run = partial(
+        worker.engine.backward,
+        context_id,
+        _tensors(roots, "roots"),
+        grad_tensors=None if grad_tensors is None else list(grad_tensors),
+        retain_graph=bool(retain_graph),
+        create_graph=create_graph,
+        into_grad=into == "grad",
+        timeout=_timeout(worker, timeout),
+    )
+    if profiled_calls.running:
+        with profiled_calls.span(profiled_calls.BACKWARD):
+            run()
+    else:
+        run()
 
 
 @untraced
@@ -180,14 +186,15 @@ def grad(
     for place, tensor in enumerate(wanted):
         if not tensor.requires_grad:
             raise GradientError(f"One of the differentiated Tensors does not require grad (input {place})")
-    found = current_worker().engine.grad(
+    worker = current_worker()
+    found = worker.engine.grad(
         context_id,
         _tensors(outputs, "outputs"),
         wanted,
         grad_outputs=None if given is None else list(given),
         retain_graph=create_graph if retain_graph is None else retain_graph,
         create_graph=create_graph,
-        timeout=_timeout(timeout),
+        timeout=_timeout(worker, timeout),
     )
     if not allow_unused and any(gradient is None for gradient in found):
         raise GradientError(
@@ -250,7 +257,7 @@ def graph(
 
 
 def debug_info() -> dict[str, int]:
-    """What this worker keeps for gradients, as counts."""
+    """Counts of what this worker keeps for gradients."""
     return current_worker().engine.statistics()
 
 
@@ -268,7 +275,7 @@ class SendFunction:
 
 
 class DistAutogradContext:
-    """A look at what this worker keeps for a context."""
+    """A view of what this worker keeps for a context."""
 
     def __init__(self, found: Context) -> None:
         self._found = found
@@ -345,16 +352,16 @@ def _get_debug_info() -> dict[str, int]:
 
 
 def _tensors(given: Any, what: str) -> list[torch.Tensor]:
-    if not isinstance(given, Iterable):
-        raise TypeError(f"incompatible function arguments: {what} must be tensors, not {given!r}")
-    tensors = [given] if isinstance(given, torch.Tensor) else list(given)
+    try:
+        tensors = [given] if isinstance(given, torch.Tensor) else list(given)
+    except TypeError:
+        raise TypeError(f"incompatible function arguments: {what} must be tensors, not {given!r}") from None
     for place, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{what} must be tensors; number {place} is a {type(tensor).__name__}")
     return tensors
 
 
-def _timeout(timeout: float | None) -> float | None:
+def _timeout(worker: Worker, timeout: float | None) -> float | None:
     serving = current.current_serving()
-    default = current_worker().options.rpc_timeout
-    return effective_timeout(timeout, default, serving.deadline if serving else None)
+    return effective_timeout(timeout, worker.options.rpc_timeout, serving.deadline if serving else None)

@@ -25,7 +25,7 @@
     ├── HandedOverError          a write that was given up in the middle of a message, which still arrives (internal)
     └── TransportError (ConnectionError)
         ├── AddressError         an address that cannot be listened on or understood
-        ├── ConnectError         nobody answers at an address, or the peer refused us
+        ├── ConnectError         no answer at an address, or the peer refused
         │   └── NoRouteError     no transport that both workers were told to use leads there
         ├── ConnectionClosedError  the connection ended, politely or not
         └── ProtocolError        bytes that no telegrad worker would send

@@ -1,4 +1,4 @@
-"""What marks users' functions."""
+"""Marks on users' functions."""
 
 from __future__ import annotations
 

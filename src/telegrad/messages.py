@@ -31,7 +31,7 @@ class Kind(IntEnum):
     DONE = 6
     END = 7
     RELEASE = 8
-    # Handles to values: see references.py.
+    # Handles to values: see references/.
     HOLD = 9
     DROP = 10
     RETURN = 11
@@ -45,8 +45,9 @@ def sender_of(message_id: int) -> int:
     return message_id >> COUNTER_BITS
 
 
-class Envelope(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What every message carries around its body."""
+class Envelope(msgspec.Struct, array_like=True, omit_defaults=True):
+    """The part of a message that is read first. The sender fills it in on the way out, until `Codec.seal`; the receiver
+    changes nothing in it."""
 
     kind: int
     id: int
@@ -72,7 +73,7 @@ class Modes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Settings(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What is recorded of operators."""
+    """Settings of the recording of operators."""
 
     shapes: bool = False
     memory: bool = False
@@ -83,14 +84,14 @@ class Settings(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
 
 
 class Session(msgspec.Struct, frozen=True, array_like=True):
-    """A timeline that is being recorded: see recording.py. Its id is made as a message's is, by its root."""
+    """A timeline that is being recorded: see runtime/recording.py. Its id is made as a message's is, by its root."""
 
     id: int
     settings: Settings
 
 
 class Profiling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What a profiled sender asks of the receiver."""
+    """Requests of a profiled sender to the receiver."""
 
     call: Settings | None = None  # of a Call: to run it under torch's profiler, and to answer with the events
     session: Session | None = None  # to take part in a timeline
@@ -105,7 +106,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Autograd(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What a message in a context says of gradients."""
+    """The history of the tensors in a message that was sent in a context."""
 
     context: int
     sent: tuple[Entry, ...] = ()  # its tensors that require grad, each with an id of its own
@@ -123,13 +124,13 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What the function returned."""
+    """The value that the function returned."""
 
     value: Any
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What the function raised, or why it could not be run."""
+    """The exception that the function raised, or the reason why it could not be run."""
 
     exception: bytes  # the exception, pickled by itself: its type may not exist at the caller
     type_name: str
@@ -223,7 +224,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What two workers tell each other when they connect."""
+    """The handshake: each worker sends one to the other when they connect."""
 
     group: str
     id: int
@@ -234,17 +235,17 @@ class Hello(msgspec.Struct, frozen=True):
 
     @property
     def is_probe(self) -> bool:
-        """Somebody only wants to know whether a worker lives."""
+        """Whether it only asks if a worker lives."""
         return self.id == PROBE_ID
 
     @property
     def is_observer(self) -> bool:
-        """Somebody looks at the group (observing.py), and is not of it."""
+        """Whether its sender looks at the group (cli/observer.py), and is no member of it."""
         return self.id < PROBE_ID
 
 
 # The answer to a Hello that is not accepted: the reason; whether it is that the two workers have a connection already,
-# or that the one who refuses is making one.
+# or that the worker that refuses is making one.
 Refusal = tuple[str, bool]
 
 

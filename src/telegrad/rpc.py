@@ -1,4 +1,4 @@
-"""What users call, with torch.distributed.rpc's names and meaning.
+"""The public functions of calls, with torch.distributed.rpc's names and meaning.
 
     init_rpc("trainer", rank=0, world_size=2)
     total = rpc_sync("ps", torch.add, args=(a, b))
@@ -25,6 +25,7 @@ from .primitives.text import check_name
 from .primitives.untraced import untraced
 from .rendezvous.group import Group, open_store
 from .rref import RRef, create
+from .runtime.pending import UNSET_TIMEOUT as UNSET_TIMEOUT
 from .worker import Worker
 
 __all__ = [
@@ -40,8 +41,6 @@ __all__ = [
     "rpc_sync",
     "shutdown",
 ]
-
-UNSET_TIMEOUT = -1.0  # torch's mark for "the default"
 
 _starting = threading.Lock()  # held by init_rpc() and shutdown(): one default worker at a time
 
@@ -134,7 +133,7 @@ def rpc_sync(
 
     `timeout` is in seconds: Options.rpc_timeout by default; 0 means no limit. See Worker.call for what it raises.
     """
-    return current_worker().call(to, func, args or (), kwargs, _timeout(timeout))
+    return current_worker().calls.call(to, func, args or (), kwargs, timeout)
 
 
 @untraced
@@ -146,7 +145,7 @@ def rpc_async(
     timeout: float = UNSET_TIMEOUT,
 ) -> Future:
     """Like rpc_sync, but returns a torch Future at once. It can be waited for, chained, and awaited."""
-    return current_worker().call_async(to, func, args or (), kwargs, _timeout(timeout))
+    return current_worker().calls.call_async(to, func, args or (), kwargs, timeout)
 
 
 @untraced
@@ -172,7 +171,3 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
         UnknownWorkerError: there is no worker of that name.
     """
     return current_worker().info(worker_name)
-
-
-def _timeout(timeout: float | None) -> float | None:
-    return None if timeout is None or timeout == UNSET_TIMEOUT else timeout

@@ -1,7 +1,7 @@
 """RRef: a handle to a value on its owner.
 
-    remote(), RRef(value)   -> a handle here, counted in this worker's table (references.py)
-    in a message            -> a handle there; see Note [credits] in references.py
+    remote(), RRef(value)   -> a handle here, counted in this worker's table (references/)
+    in a message            -> a handle there; see Note [credits] in references/table.py
     to_here(), rpc_sync()   -> calls to the owner
 
 The value lives while any handle lives anywhere.
@@ -23,15 +23,14 @@ from .primitives.current import current_worker
 from .primitives.futures import Future
 from .primitives.interrupts import critical, finaliser
 from .primitives.untraced import untraced_methods
-from .references.table import Entry, Owned
-from .runtime.pending import effective_timeout
+from .references.entries import Entry, Owned
+from .runtime.pending import UNSET_TIMEOUT, effective_timeout
 from .runtime.serving import MAY_WAIT
 from .serialization.handles import Handle
 from .serialization.pickling_state import received_handle
 from .worker import Worker
 
 T = TypeVar("T")
-UNSET_TIMEOUT = -1.0  # torch's mark for "the default"
 Function = Callable[..., Any]
 
 
@@ -46,7 +45,7 @@ class RRef(Handle, Generic[T]):
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         self._worker = current_worker()
-        self._worker._check_open()
+        self._worker.check_open()
         self.entry = self._worker.references.own(value)
 
     @classmethod
@@ -84,7 +83,7 @@ class RRef(Handle, Generic[T]):
 
     def owner_name(self) -> str:
         """The name of the worker that has the value."""
-        return self._worker.name if self.is_owner() else self._worker.name_of(self.entry.owner)
+        return self._worker.name if self.is_owner() else self._worker.look_up_name(self.entry.owner)
 
     def is_owner(self) -> bool:
         """Whether the value is on this worker."""
@@ -127,12 +126,12 @@ class RRef(Handle, Generic[T]):
             return self._worker.references.value_of(entry, self._limit(timeout))  # type: ignore[no-any-return]
         self._check_open("to_here() on it")
         self.check_creation()
-        return self._worker.call(entry.owner, _fetch, (entry.id,), None, _given(timeout))  # type: ignore[no-any-return]
+        return self._worker.call(entry.owner, _fetch, (entry.id,), None, timeout)  # type: ignore[no-any-return]
 
     def to_here_async(self, timeout: float = UNSET_TIMEOUT) -> torch.futures.Future[T]:
         """The value's future, which can be waited for and awaited. `await rref` does the same."""
         self.check_creation()
-        return self._worker.call_async(self.entry.owner, _fetch, (self,), None, _given(timeout))
+        return self._worker.call_async(self.entry.owner, _fetch, (self,), None, timeout)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.to_here_async().__await__()  # type: ignore[attr-defined, no-any-return]
@@ -168,7 +167,7 @@ class RRef(Handle, Generic[T]):
         if blocking and self.is_owner():
             return type(self.local_value())
         self.check_creation()
-        future = self._worker.call_async(self.entry.owner, _type_of, (self,), None, _given(timeout))
+        future = self._worker.call_async(self.entry.owner, _type_of, (self,), None, timeout)
         return future.wait() if blocking else future
 
     def _get_future(self) -> torch.futures.Future[None]:
@@ -202,7 +201,7 @@ class RRef(Handle, Generic[T]):
     def _limit(self, timeout: float) -> float | None:
         serving = current.current_serving()
         default = self._worker.options.rpc_timeout
-        return effective_timeout(_given(timeout), default, serving.deadline if serving else None)
+        return effective_timeout(timeout, default, serving.deadline if serving else None)
 
     def check_creation(self) -> None:
         """Raises if it is known already that the value was not created."""
@@ -237,7 +236,7 @@ class _Methods:
     def _call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         self._rref.check_creation()
         all_args = (self._value, name, args, kwargs)
-        return self._call(self._rref.entry.owner, _invoke, all_args, None, _given(self._timeout))
+        return self._call(self._rref.entry.owner, _invoke, all_args, None, self._timeout)
 
 
 def create(
@@ -250,7 +249,7 @@ def create(
 ) -> RRef[Any]:
     """See rpc.remote()."""
     with critical():  # an interrupt must not come between the value and its handle
-        return RRef._of(worker, worker.create(to, function, args, kwargs, _given(timeout)))
+        return RRef._of(worker, worker.create(to, function, args, kwargs, timeout))
 
 
 def _received(id: int, owner: int) -> RRef[Any]:
@@ -260,10 +259,6 @@ def _received(id: int, owner: int) -> RRef[Any]:
 
 
 RRef.rebuild = staticmethod(_received)
-
-
-def _given(timeout: float | None) -> float | None:
-    return None if timeout is None or timeout == UNSET_TIMEOUT else timeout
 
 
 # -- run by the owner --------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """Worker: the path of a message, written once.
 
-    outbound   call, dispatch, engine  ->  send:     codec -> gradients.attach -> transport
-    inbound    transport  ->  receive:  dispatch (codec, gradients.attach) -> user function | waiting caller | engine
+    send      Server, Calls, gradients, references  ->  pack, attach, lend, seal  ->  Connection.write
+    receive   Connection.receive  ->  Reader: open, merge, claim  ->  Server.on_call | Calls.on_answer | a task
+    decode    on the thread that needs the body: a call's runs the function, an answer's waits for it
 
-A body is decoded by whoever needs it, a call's on the thread that runs it, an answer's on the thread that waits
-for it: decoding may run users' code. A reply is another message, and so is a gradient. `send` and `receive`
-mirror each other, and report to `events`.
+`send` and `receive` mirror each other, and report to `events`. Decoding may run users' code, so it never happens while
+a thread reads. A reply is another message, and so is a gradient.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,54 +26,41 @@ from .errors import (
     PeerLostError,
     RendezvousError,
     TelegradError,
-    UnknownWorkerError,
     text_of,
 )
-from .events import Event, Events, logger
-from .gradients.attach import Attach
+from .events import Event, Events
+from .gradients.attach import Attach, refuse
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
-from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Hello, Kind, Member, WorkerInfo
+from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Failure, Hello, Kind, Member, WorkerInfo, sender_of
 from .options import Options
-from .primitives import current, interrupts
+from .primitives import current
 from .primitives.futures import Future
 from .primitives.interrupts import critical, install, interruptible, run_all, uninstall
 from .primitives.text import check_name
-from .references.table import Entry, Held, References
+from .references.entries import Entry, Held
+from .references.table import References
 from .rendezvous.group import Group, this_host
+from .runtime import context_ends, shutdown
+from .runtime.broadcast import ask
 from .runtime.calls import Calls
-from .runtime.mail import Mail
 from .runtime.peers import Peers
 from .runtime.pending import PendingCall, PendingCalls
 from .runtime.reader import Incoming, Reader
 from .runtime.recording import Recorder
-from .runtime.serving import Dispatch
-from .runtime.shutdown import Retirement
+from .runtime.serving import Server
+from .runtime.statistics import Statistics as Statistics
 from .runtime.threads import Threads
 from .serialization.codec import Body, Codec
 from .serialization.namespaces import main_script
-from .transport.base import Connection, ConnectionStatistics, Frames
+from .transport.base import Connection, Frames
 from .transport.inproc import Hub, loopback
 from .transport.lease import ReadLease
 from .transport.poller import Poller
 from .transport.registry import make_transports
 
-
-@dataclass(frozen=True)
-class Statistics:
-    """What a worker has done so far, and what it is doing."""
-
-    name: str
-    id: int
-    calls_pending: int
-    calls_served: int
-    calls_being_served: int
-    late_answers: int
-    threads: int
-    contexts: int
-    passes: int
-    bytes_in_flight: dict[str, int]
-    connections: dict[str, ConnectionStatistics]
+To = str | int | WorkerInfo
+Kwargs = dict[str, Any] | None
 
 
 class Worker:
@@ -88,11 +75,11 @@ class Worker:
         self.recorder = Recorder(self, self.events)
         self.group = group
         self._pid = os.getpid()
-        self._closed_because = ""
-        self._ended_together = False  # all of the group have come to their end
-        self._on_call: Callable[..., None] = self._refuse_call  # until it listens
+        self.closed_because = ""
+        self._ended_together = False  # all of the group have come to their end: see shutdown.py
+        self._on_call: Callable[[Incoming], None] = self._refuse_call  # until it listens
         self._closing = threading.Lock()  # taken once and for all by close()
-        self._ids = itertools.count((member.id << COUNTER_BITS) + 1)
+        self.new_message_id = itertools.count((member.id << COUNTER_BITS) + 1).__next__
         self._poller = Poller()
         self._threads = Threads(
             member.name, self._poller, options.idle_thread_timeout, self._on_thread_start, self._tick
@@ -103,43 +90,33 @@ class Worker:
         self.contexts = Contexts(member.id, self.new_message_id)
         self.attach = Attach(member.id, self.contexts, self.new_message_id)
         self.engine = Engine(member, self.contexts)
-        self.references = References(member.id, member.name)
-        self._dispatch = Dispatch(
-            self._codec,
-            self._pending,
-            self.send,
-            self._threads.submit,
-            self.new_message_id,
-            self.attach,
-            self.references,
-            self.events,
-        )
+        self.engine.connect(self)
+        self.references = References(member.id, member.name, self)
+        self._codec.handle = lambda id, owner: (self, self.references.take(id, owner))
+        transports = make_transports(hub, self._poller, self._lease, options)
+        self._peers = Peers(hello, member.host, group, transports, options, lambda connection: connection.open())
         self._reader = Reader(
-            member.name, self._lease, self._codec, self._pending, self._threads,
+            member.name, self._lease, self._codec, self._pending, self._threads, self.events, self._peers.name_of,
             receive=self.receive, on_expired=self._on_expired, on_lost=self.on_lost, on_marked=self.recorder.on_read,
             merge=self.attach.merge, arrive=self.references.incoming, on_control=self._on_control,
         )  # fmt: skip
-        transports = make_transports(hub, self._poller, self._lease, options)
-        self._peers = Peers(hello, member.host, group, transports, options, lambda connection: connection.open())
-        self._calls = Calls(self, self._codec, self._peers, self._pending, self._reader, self._dispatch, self._threads)
-        mail = Mail(self, self._codec, self._peers, self._reader, self._threads)
-        self.engine.connect(mail)
-        self.references.start(mail)
-        self._codec.handle = lambda id, owner: (self, self.references.take(id, owner))
+        self._server = Server(self, self._codec, self._threads)
+        self.calls = Calls(self, self._codec, self._peers, self._pending, self._reader, self._threads)
         self._self_ends = loopback(hello, self._lease, options)
         self._peers.know_self(member, self._self_ends[0])
+        # For gradients and references (gradients/host.py):
+        self.submit = self._threads.submit
+        self.wait, self.watch = self._reader.wait, self._reader.watch
+        self.open_control = self._codec.open_control
+        self.post = self.calls.post
+        self.decode_error = self.calls.error_of
+        self.name_of = self._peers.name_of
 
     @classmethod
     def start(
-        cls,
-        name: str,
-        group: Group,
-        options: Options | None = None,
-        *,
-        rank: int = -1,
-        hub: Hub | None = None,
+        cls, name: str, group: Group, options: Options | None = None, *, rank: int = -1, hub: Hub | None = None,
         listen: bool = True,
-    ) -> Worker:
+    ) -> Worker:  # fmt: skip
         """Joins a group: takes a name and an id, listens, and tells the others. One that does not `listen` cannot be
         connected to, and refuses calls.
 
@@ -172,32 +149,23 @@ class Worker:
         try:
             self.group.claim(self.name, self.id, partial(interruptible, self._peers.is_alive))
             if listen:
-                self._listen()
-            self._start_reading()
+                self._on_call = self._server.on_call
+                addresses = self._peers.listen()
+                self.member = Member(self.id, self.name, addresses, self.member.host, self.member.rank)
+            for end in self._self_ends:
+                end.open()
+            self._threads.start()
             self.group.publish(self.member)
         except BaseException as error:
-            self._tell_failure(error)
+            # Workers that wait for this rank need not wait any longer.
+            with contextlib.suppress(RendezvousError):  # the store may be what failed
+                self.group.fail(self.member.rank, f"worker {self.name!r}: {type(error).__name__}: {text_of(error)}")
             raise
         if self.group.world_size is not None:
             self.group.wait_for_all()
 
-    def _tell_failure(self, error: BaseException) -> None:
-        """Those who wait for this rank need not wait any longer."""
-        with contextlib.suppress(RendezvousError):  # the store may be what failed
-            self.group.fail(self.member.rank, f"worker {self.name!r}: {type(error).__name__}: {text_of(error)}")
-
-    def _listen(self) -> None:
-        self._on_call = self._dispatch.on_call
-        addresses = self._peers.listen()
-        self.member = Member(self.id, self.name, addresses, self.member.host, self.member.rank)
-
-    def _start_reading(self) -> None:
-        for end in self._self_ends:
-            end.open()
-        self._threads.start()
-
-    def _refuse_call(self, connection: Connection, *_: object) -> None:
-        self.on_lost(connection, f"worker {self.name!r} only looks at the group, and takes no calls")
+    def _refuse_call(self, message: Incoming) -> None:
+        self.on_lost(message.connection, f"worker {self.name!r} only looks at the group, and takes no calls")
 
     def _on_thread_start(self) -> None:
         current.worker_var.set(self)
@@ -207,21 +175,13 @@ class Worker:
             connection.tick()
         self.engine.tick()
 
-    def new_message_id(self) -> int:
-        return next(self._ids)
-
     # -- the path of a message -------------------------------------------------------------------------
 
     def send(
-        self,
-        connection: Connection,
-        envelope: Envelope,
-        body: Body,
-        timeout: float | None,
-        call: PendingCall | None = None,
-        context: Context | None = None,
-    ) -> None:
-        """Encodes a message and writes it. `call` is what waits for its answer; `context` is what it belongs to."""
+        self, connection: Connection, envelope: Envelope, body: Body, timeout: float | None,
+        call: PendingCall | None = None, context: Context | None = None,
+    ) -> None:  # fmt: skip
+        """Encodes a message and writes it. `call` waits for its answer; `context` is the one that it belongs to."""
         if self.events.subscribers:
             envelope = self.recorder.mark(envelope, connection.peer)
             self._emit("send", "started", envelope, connection)
@@ -229,12 +189,13 @@ class Worker:
             packed = self._codec.pack(envelope, body, connection.peer, track=context is not None)
             if context is not None:
                 to = connection.peer.id
-                envelope = self.attach.outgoing(context, envelope, packed.tracked, connection, to)
+                self.attach.outgoing(context, envelope, packed.tracked, connection, to)
                 if call is not None:
                     call.context = context.id
-            if packed.handles or self.references.unsettled:
+            references = self.references
+            if packed.handles or references.let_go_here or references.to_go_back:
                 entries = [handle.entry for handle in packed.handles]
-                envelope = self.references.outgoing(envelope, entries, connection.peer.id)
+                references.outgoing(envelope, entries, connection.peer.id)
             frames = self._codec.seal(envelope, packed)
             if self.events.subscribers:
                 self._emit("write", "started", envelope, connection, frames.nbytes)
@@ -260,32 +221,42 @@ class Worker:
             self._emit("send", "complete", envelope, connection, nbytes)
 
     def receive(self, message: Incoming, here: PendingCall | None = None) -> None:
-        """Decodes a message that was read and hands it to whoever it is for. `here` is the call that this
-        thread waits for; no other call's callbacks run on it."""
-        connection, envelope, frames, deadline, call, task = message
+        """Hands on a message that was read. `here` is the call that this thread waits for: callbacks of other calls run
+        elsewhere."""
+        envelope = message.envelope
         if self.events.subscribers:
             self.recorder.on_receive()
-            self._emit("receive", "started", envelope, connection, sum(map(len, frames.buffers)))
+            self._emit("receive", "started", envelope, message.connection, sum(map(len, message.frames.buffers)))
         if envelope.kind == Kind.CALL:
-            self._on_call(connection, envelope, frames, deadline)
-        elif not message.is_answer:
-            if task is not None:
-                task()
+            self._on_call(message)
+        elif envelope.kind > Kind.FAILURE:
+            if message.task is not None:
+                message.task()
         else:
             if self._codec.unanswered:
-                self._codec.on_answer(connection.peer.id, envelope)
-            self._dispatch.on_answer(envelope, frames, call, may_run_callbacks=call is here)
+                self._codec.on_answer(message.connection.peer.id, envelope)
+            self.calls.on_answer(message, may_run_callbacks=message.call is here)
         if self.events.subscribers:
-            self._emit("receive", "complete", envelope, connection)
+            self._emit("receive", "complete", envelope, message.connection)
+
+    def decode(self, envelope: Envelope, frames: Frames, tracked_in: int = 0) -> Any:
+        """Decodes the body of a message, with the history of its tensors. Runs users' code.
+
+        Raises:
+            DecodeError: it cannot be rebuilt; or it answers a call of context `tracked_in`, and tensors that require
+                grad come without their history.
+        """
+        attach = None if envelope.autograd is None else self.attach.incoming(envelope)
+        if attach is None and tracked_in:
+            attach = refuse
+        if not self.events.subscribers:
+            return self._codec.decode(envelope, frames, attach)
+        sender = self.name_of(sender_of(envelope.id))
+        with self.events.span("decode", KIND_NAMES[envelope.kind], envelope.id, sender):
+            return self._codec.decode(envelope, frames, attach)
 
     def _emit(
-        self,
-        stage: str,
-        phase: str,
-        envelope: Envelope,
-        connection: Connection,
-        nbytes: int = 0,
-        detail: str = "",
+        self, stage: str, phase: str, envelope: Envelope, connection: Connection, nbytes: int = 0, detail: str = ""
     ) -> None:
         kind = KIND_NAMES.get(envelope.kind, "?")
         if not detail and envelope.kind == Kind.GRADIENTS:
@@ -310,27 +281,43 @@ class Worker:
         if self._peers.drop(connection):
             for call in self._pending.take_all(connection):
                 gone = f"worker {call.peer!r} is gone, with the call of {call.function} unanswered: {reason}"
-                self._dispatch.fail(call, partial(PeerLostError, gone))
+                self.calls.fail(call, partial(PeerLostError, gone))
             self.references.on_lost(connection.peer.id, connection.peer.name)
             self._codec.forget(connection.peer.id)
             if connection.peer.is_observer:
                 return  # it had no part in anything else
             self.engine.on_lost(connection.peer.id, connection.peer.name, reason)
             self.recorder.on_lost(connection.peer.id)
-            for context in self.contexts.all():
-                # Its end may have been to come from the one who is gone.
-                self._threads.submit(partial(interruptible, self._check_context, context))
+            for context in self.contexts.all():  # whose end the lost peer may have been to tell
+                self._threads.submit(partial(interruptible, context_ends.check, self, context))
+
+    # -- what gradients and references need (gradients/host.py) ----------------------------------------
+
+    def ask(
+        self, workers: Iterable[int], function: Callable[..., Any], args: Sequence[Any], seconds: float
+    ) -> tuple[dict[int, Any], dict[int, Exception]]:
+        """Calls a function on each of these workers: (answers, errors)."""
+        return interruptible(ask, self, workers, function, args, seconds)
+
+    def later(self, seconds: float, task: Callable[[], None]) -> Callable[[], None]:
+        """A function that has a task run so long after it was called. It takes no lock: finalisers call it."""
+        return partial(self._threads.new_timer(task), seconds)
+
+    def encode_error(self, error: BaseException, to: int) -> Failure:
+        """An exception, as it is sent to that worker."""
+        connection = self._peers.connection_with(to)
+        text = "".join(traceback.format_exception(error))
+        peer = Hello("", to, "") if connection is None else connection.peer
+        failure = self._codec.encode_exception(error, text, peer)
+        error.__traceback__ = None  # an exception that is kept must not keep the frames, and what they hold
+        return failure
 
     # -- calls -----------------------------------------------------------------------------------------
 
     def call(
-        self,
-        to: str | int | WorkerInfo,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, to: To, function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Kwargs = None,
         timeout: float | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Runs a function on another worker and returns its result.
 
         Raises:
@@ -338,107 +325,65 @@ class Worker:
             CallTimeoutError: no answer within `timeout` seconds (None: the default; 0: no limit).
             PeerLostError: the worker is gone. Whether the function ran is not known.
             NotStartedError: this worker has shut down.
-            Whatever the function raises.
+            Any exception that the function raises.
         """
-        self._check_open()
-        return self._calls.call(to, Call(function, tuple(args), kwargs or None), timeout)
+        return self.calls.call(to, function, args, kwargs, timeout)
 
     def call_async(
-        self,
-        to: str | int | WorkerInfo,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, to: To, function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Kwargs = None,
         timeout: float | None = None,
-    ) -> Future:
-        """Like `call`, but returns a future. What fails before anything was sent raises here.
+    ) -> Future:  # fmt: skip
+        """Like `call`, but returns a future. An error from before anything was sent is raised here.
 
         Waits only while more than Options.peer_byte_limit bytes of calls to the peer are unanswered.
         """
-        self._check_open()
-        return self._calls.call_async(to, Call(function, tuple(args), kwargs or None), timeout)
+        return self.calls.call_async(to, function, args, kwargs, timeout)
 
     def create(
-        self,
-        to: str | int | WorkerInfo,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, to: To, function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Kwargs = None,
         timeout: float | None = None,
-    ) -> Entry:
-        """Like `call_async`, but the result stays there. What is returned counts as a handle to it: to be called inside
-        of a critical section, in which it becomes one."""
-        self._check_open()
-        create = self._calls.create if current.thread.critical == 1 else self._calls.create_later
+    ) -> Entry:  # fmt: skip
+        """Like `call_async`, but the result stays there. The entry that is returned counts as a handle to it: to be
+        called inside of a critical section, in which it becomes one."""
+        self.check_open()
+        create = self.calls.create if current.thread.critical == 1 else self.calls.create_later
         return create(to, Call(function, tuple(args), kwargs or None), timeout)
 
     def creation_of(self, entry: Held) -> Future:
         """The future of a value's creation: done when that is known."""
-        return self._calls.creation_of(entry)
+        return self.calls.creation_of(entry)
 
     def _on_expired(self, call: PendingCall) -> None:
-        self._dispatch.fail(call, call.timeout_error())
+        self.calls.fail(call, call.timeout_error())
 
     # -- contexts --------------------------------------------------------------------------------------
 
     def new_context(self) -> int:
         """Makes an autograd context, and gives its id."""
-        self._check_open()
+        self.check_open()
         return self.contexts.new().id
 
     def release_context(self, context_id: int, *, wait: bool = False) -> None:
-        """Ends a context here and on every worker that took part in it; with `wait`, not before all know it."""
-        if self._closed_because:
-            return
-        thread = current.thread
-        before = thread.critical
-        thread.critical = before + 1
-        try:
-            others = self.engine.release(context_id, tell=not wait)
-            if wait:
-                interruptible(self._release_at, others, context_id)
-        finally:
-            thread.critical = before
-            if interrupts.deferred and not before:
-                interrupts.deliver()
-
-    def _release_at(self, others: set[int], context_id: int) -> None:
-        futures = []
-        for worker in others:
-            with contextlib.suppress(PeerLostError, UnknownWorkerError):  # gone, and its context with it
-                futures.append(self.call_async(worker, _release_there, (context_id,)))
-        for future in futures:
-            with contextlib.suppress(PeerLostError):
-                future.wait()
+        """Ends a context here and on every worker that took part in it; with `wait`, returns when all know it."""
+        if not self.closed_because:
+            context_ends.release(self, context_id, wait=wait)
 
     def release_context_later(self, context_id: int) -> None:
         """Ends a context on a thread of the worker's. From finalisers: takes no lock."""
         self._threads.submit_from_finaliser(partial(self.release_context, context_id))
-
-    def _check_context(self, context: Context) -> None:
-        """Asks the owner of a context whether it lives, and to be told of its end."""
-        if context.owner == self.id or self._closed_because:
-            return
-        try:
-            lives = self.call(context.owner, _takes_part, (context.id, self.id))
-        except (PeerLostError, UnknownWorkerError):
-            lives = False
-        except TelegradError:
-            return  # it is busy, but there
-        if not lives and not self._closed_because:
-            self.engine.release(context.id, told_by=context.owner)
 
     # -- life ------------------------------------------------------------------------------------------
 
     @property
     def is_closed(self) -> bool:
         """Whether it has left its group."""
-        return bool(self._closed_because)
+        return bool(self.closed_because)
 
-    def _check_open(self) -> None:
-        if self._closed_because:
+    def check_open(self) -> None:
+        """Raises NotStartedError, if this worker has shut down or belongs to another process."""
+        if self.closed_because:
             raise NotStartedError(
-                f"worker {self.name!r} {self._closed_because}; RPC has not been initialized. Call init_rpc first."
+                f"worker {self.name!r} {self.closed_because}; RPC has not been initialized. Call init_rpc first."
             )
         if os.getpid() != self._pid:
             raise NotStartedError(
@@ -446,12 +391,12 @@ class Worker:
                 "start a worker of its own here"
             )
 
-    def info(self, to: str | int | WorkerInfo | None = None) -> WorkerInfo:
+    def info(self, to: To | None = None) -> WorkerInfo:
         """The name and id of a worker; of this one by default."""
         return WorkerInfo(self.name, self.id) if to is None else self._peers.find(to).info
 
-    def name_of(self, worker_id: int) -> str:
-        """Of a worker that may be gone, or that we have not met yet."""
+    def look_up_name(self, worker_id: int) -> str:
+        """The name of a worker that may be gone, or that this one has not met yet: the store may be asked."""
         try:
             return self._peers.find(worker_id).member.name
         except TelegradError:
@@ -462,114 +407,36 @@ class Worker:
         return [WorkerInfo(m.name, m.id) for m in self.group.members()]
 
     def statistics(self) -> Statistics:
-        """A snapshot. Never blocks for long. Connections with observers are left out: they are not the group's."""
-        with_peers = [c for c in self._peers.connections() if not c.peer.is_observer]
-        connections = {f"{c.peer.name}#{n}": c.statistics() for n, c in enumerate(with_peers)}
-        return Statistics(
-            self.name,
-            self.id,
-            len(self._pending),
-            self._dispatch.calls_served,
-            self._dispatch.unanswered,
-            self._dispatch.late_answers,
-            self._threads.count,
-            len(self.contexts),
-            self.engine.busy,
-            self._peers.bytes_in_flight(),
-            connections,
-        )
+        """Takes a snapshot. Never blocks for long."""
+        return Statistics.of(self)
 
     def close(self, graceful: bool = True, timeout: float | None = None) -> None:
         """Leaves the group. Any number of times.
 
-        Graceful: waits until all calls made and served here are done; in a group of a fixed size, until the
-        same holds for every worker, so that nobody loses an answer. Otherwise ends at once; what is pending
-        fails.
+        Graceful: waits until all calls made and served here are done; in a group of a fixed size, until the same holds
+        for every worker, so that no worker loses an answer. Otherwise ends at once; what is pending fails.
 
         Raises:
             RendezvousError: some worker did not come to a graceful end in time. This one is closed all the same.
         """
         with critical():
-            if not self._closing.acquire(blocking=False):
-                return
-            steps: list[Callable[[], Any]] = [self.group.let_go, partial(uninstall, self.group)]
-            # A fork lets go of its copies only: the worker is the parent's, and so is its name.
-            is_fork = os.getpid() != self._pid
-            try:
-                if graceful and not is_fork:
-                    self.retire(timeout)
-            finally:
-                self._closed_because = "has shut down"
-                if not is_fork:
-                    # Where all end together there is none left to tell, and rank 0 may have taken the store with it.
-                    leave = partial(self.group.leave, self.member, tell=not self._ended_together)
-                    steps = [self._tear_down, leave, *steps]
-                run_all(steps)
+            if self._closing.acquire(blocking=False):
+                shutdown.close(self, graceful, timeout)
 
     def retire(self, timeout: float | None = None) -> None:
-        """The first half of a graceful close(): waits for the work in flight, here and everywhere. Then nobody needs
-        this worker any more. See shutdown.py.
+        """The first half of a graceful close(): waits for the work in flight, here and everywhere. After it, no worker
+        needs this one any more.
 
         Raises:
             RendezvousError: some worker did not come to a graceful end in time.
         """
-        if self._ended_together:
-            return
-        limit = self.options.shutdown_timeout if timeout is None else timeout
-        own = 0 if current.current_serving() is None else 1  # the call in which we are told to shut down
-        self._retirement(own).wait(limit or None)
-        self._ended_together = self.group.world_size is not None
+        shutdown.retire(self, timeout)
 
     def meet(self, place: str, timeout: float | None) -> None:
-        """In a group of a fixed size: waits until every other worker has come to that place, too. The dead are not
-        waited for. A place can be used once.
+        """In a group of a fixed size: waits until every other live worker has come to that place, too. A place can be
+        used once.
 
         Raises:
-            RendezvousError: somebody did not come within `timeout` seconds.
+            RendezvousError: a worker did not come within `timeout` seconds.
         """
-        if self.group.world_size is not None:
-            self._retirement(0).meet(place, timeout)
-
-    def _retirement(self, own: int) -> Retirement:
-        return Retirement(
-            name=self.name,
-            rank=self.member.rank,
-            group=self.group,
-            waits_for=lambda: len(self._pending) + self.engine.busy,
-            serves=lambda: self._dispatch.unanswered - own,
-            is_lost=self._peers.is_lost,
-        )
-
-    def _tear_down(self) -> None:
-        self.recorder.close()
-        self._dispatch.close()
-        self.engine.close()
-        self.references.close()
-        self._peers.close()
-        for end in self._self_ends:
-            end.abort(f"worker {self.name!r} has shut down")
-        closed = partial(PeerLostError, f"worker {self.name!r} was shut down before the call was answered")
-        for call in self._pending.take_all(None):
-            self._dispatch.fail(call, closed)
-        all_ended = self._threads.close(timeout=2.0)
-        self._lease.relieve()  # a thread that still runs a function must not keep the lease
-        for connection in self._peers.connections():
-            self._peers.drop(connection)
-        self._calls.log_notes()
-        self._lease.close()
-        if all_ended:
-            self._poller.close()
-        else:
-            logger.warning("worker %r: some functions still run after its shutdown", self.name)
-
-
-def _takes_part(context_id: int, worker_id: int) -> bool:
-    """Whether a context of this worker lives. If so, that worker is told of its end."""
-    context = current.current_worker().contexts.find(context_id)
-    if context is not None:
-        context.known_workers.add(worker_id)
-    return context is not None
-
-
-def _release_there(context_id: int) -> None:
-    current.current_worker().release_context(context_id, wait=True)
+        shutdown.meet(self, place, timeout)

@@ -277,7 +277,7 @@ def test_a_graceful_shutdown_waits_for_the_pass(workers, who):
         running = InThread(autograd.backward, context_id, [loss], timeout=PATIENCE)
         wait_for_arrival("last")
         closing = InThread(workers[who].close, timeout=PATIENCE)
-        assert not workers[who]._closed_because
+        assert not workers[who].closed_because
         open_gate("last")
         assert running.wait().error is None
         assert closing.wait().error is None

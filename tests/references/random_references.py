@@ -54,16 +54,15 @@ class Node:
         self.arrived: list[tuple[Message, Arrival]] = []  # messages that were read, and neither decoded nor dropped
         self.knows_lost: set[int] = set()
         self._ids = itertools.count((id << COUNTER_BITS) + 1)
-        self.references = References(id, self.name)
-        self.references.start(self)
+        self.references = References(id, self.name, self)
 
     # As the references' host:
 
     def post(self, to: int, envelope: Envelope, body: Any, timeout: None, context: None) -> None:
         if to in self.knows_lost:
             raise PeerLostError(f"worker {to} is gone")
-        if self.references.unsettled:
-            envelope = self.references.outgoing(envelope, (), to)
+        if self.references.let_go_here or self.references.to_go_back:
+            self.references.outgoing(envelope, (), to)
         self.world.write(self.id, to, Message(envelope, body))
 
     def submit(self, task: Callable[[], None]) -> None:
@@ -83,7 +82,7 @@ class Node:
     def send(self, to: int, entries: Iterable[Entry], *, creates: int = 0, written: bool = True) -> bool:
         """Sends handles; whether the message was sent."""
         envelope = Envelope(Kind.CALL, self.new_message_id(), creates=creates)
-        envelope = self.references.outgoing(envelope, entries, to)
+        self.references.outgoing(envelope, entries, to)
         if not written or to in self.knows_lost:
             self.references.not_written(envelope, to)
             return False
@@ -244,7 +243,7 @@ class World:
             table = node.references
             assert set(table._held) == {h.entry.id for h in node.handles if h.entry.owner != node.id}
             assert not table._loans, "on loan for ever"
-            assert not table._let_go and not table._back, "not settled"
+            assert not table.let_go_here and not table.to_go_back, "not settled"
             for id, entry in table._owned.items():
                 assert id in handles, f"value {id} lives, and no handle does: {entry.handles}, {entry.credits}"
                 assert not entry.waiting, "somebody waits for ever"

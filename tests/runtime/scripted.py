@@ -10,6 +10,7 @@ from typing import Any
 from world import Epoll, World
 
 from telegrad.errors import ConnectionClosedError
+from telegrad.events import Events
 from telegrad.messages import Envelope, Hello, Kind, Reply
 from telegrad.primitives import current, interrupts, waiter
 from telegrad.runtime import pending
@@ -143,6 +144,7 @@ class Bench:
         self.pending = PendingCalls(self._on_expired, lambda task: lambda seconds: None)
         self.reader = Reader(
             "bench", self.lease, self.codec, self.pending, SimpleNamespace(submit=self._submit),  # type: ignore[arg-type]
+            Events(), str,
             receive=self._receive, on_expired=self._on_expired, on_lost=self._on_lost, merge=self._nothing,
             arrive=self._nothing, on_control=self._nothing, on_marked=self._nothing,
         )  # fmt: skip
@@ -197,7 +199,7 @@ class Bench:
     def call(self, id: int, connection: ScriptedConnection, timeout: float | None = 60.0) -> PendingCall:
         call = PendingCall(id, "f", connection.peer.name, timeout, 1)
         call.connection = connection
-        self.pending.add(call)
+        self.pending.calls[call.id] = call
         return call
 
     def answer(self, call_id: int, connection: ScriptedConnection) -> None:

@@ -457,11 +457,11 @@ def test_a_name_that_was_looked_up_before_its_worker_died_moves_on():
 
 def test_nothing_grows_with_workers_that_come_and_go():
     here = Fake(1)
-    known = len(here.peers._known)
+    known = len(here.peers.known_peers)
     for id in range(10, 3000):
         here.peers.drop(here.accept(id))
     assert here.peers.name_of(2999) == "w2999"
     assert here.peers.name_of(10) == "with id 10"
     assert len(here.peers._gone) <= 1000
-    assert len(here.peers._known) == known
+    assert len(here.peers.known_peers) == known
     assert not here.peers._live and not here.peers._answered and not here.peers._connections

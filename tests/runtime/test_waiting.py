@@ -12,7 +12,8 @@ from world import World, orders
 from telegrad.primitives import waiter
 from telegrad.primitives.waiter import Waiter
 from telegrad.runtime import pending, threads
-from telegrad.runtime.pending import PendingCall, PendingCalls, Window
+from telegrad.runtime.flow_control import Window
+from telegrad.runtime.pending import PendingCall, PendingCalls
 from telegrad.runtime.threads import Threads
 
 Switches = Sequence[tuple[int, int]]
@@ -133,7 +134,7 @@ def test_a_call_is_completed_once_whatever_comes_first():
         connection: Any = SimpleNamespace(peer=SimpleNamespace(name="b", id=2))
         call = PendingCall(1, "f", "b", 1.0, 1)
         call.connection = connection
-        pending_calls.add(call)
+        pending_calls.calls[call.id] = call
         pending_calls.watch(call)
 
         def answer() -> None:
@@ -167,7 +168,7 @@ def test_every_watched_call_expires_also_after_one_that_could_not_be_completed()
 
         def watch(id: int, timeout: float) -> None:
             call = PendingCall(id, "f", "b", timeout, 1)
-            pending_calls.add(call)
+            pending_calls.calls[call.id] = call
             pending_calls.watch(call)
 
         watch(1, 3.0)
@@ -194,7 +195,7 @@ def test_only_the_worker_that_was_asked_can_answer():
     liar: Any = SimpleNamespace(peer=SimpleNamespace(name="liar"))
     call = PendingCall(1, "f", "b", 60.0, 1)
     call.connection = asked
-    calls.add(call)
+    calls.calls[call.id] = call
     assert calls.claim(1, liar) is None
     assert not call.claimed
     assert calls.claim(1, asked) is call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -82,8 +83,8 @@ class TestOnAThreadOfTheWorker:
         assert "BadError" in failure.type_name
 
     def test_errors_of_creations(self, kind):
-        table = telegrad.references.table.References(1, "a")
-        entry = table._owned[5] = telegrad.references.table.Owned(5, 1)
+        table = telegrad.references.table.References(1, "a", SimpleNamespace(later=lambda seconds, task: lambda: None))
+        entry = table._owned[5] = telegrad.references.entries.Owned(5, 1)
         table.set_error(5, BadError(kind, "pickled"))
         with pytest.raises(RemoteError, match="a bad one"):
             table.value_of(entry, 1.0)

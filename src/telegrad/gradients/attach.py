@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-import msgspec
 import torch
 
 from ..errors import GradientError, UnknownContextError
@@ -176,5 +175,5 @@ def refuse(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _with(envelope: Envelope, autograd: Autograd) -> Envelope:
-    kind, id, reply_to, timeout, depth, modes, device_map, _, *rest = msgspec.structs.astuple(envelope)
-    return Envelope(kind, id, reply_to, timeout, depth, modes, device_map, autograd, *rest)
+    envelope.autograd = autograd
+    return envelope

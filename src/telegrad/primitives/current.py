@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .._torch import current_graph_task_id
 from ..errors import NotStartedError
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ engine_pass: Callable[[], EnginePass | None] = _no_pass
 class _Thread(threading.local):
     critical = 0  # above zero: this thread runs telegrad's own code. See interrupts.py
     blocking = False  # in a critical section: an interrupt may come all the same
-    relieve: Callable[[], None] | None = None  # ends this thread's duty (see duty.py); None: it has none
+    relieve: Callable[[], None] | None = None  # ends this thread's Turn with the read lease; None: it has none
 
     def __init__(self) -> None:
         self.is_main = threading.current_thread() is threading.main_thread()
@@ -76,7 +77,7 @@ def current_worker() -> Worker:
     """
     worker = worker_var.get()
     if worker is None:
-        pass_ = engine_pass()
+        pass_ = None if current_graph_task_id() < 0 else engine_pass()
         worker = _default if pass_ is None else pass_.worker
     if worker is None:
         raise NotStartedError(
@@ -86,22 +87,31 @@ def current_worker() -> Worker:
     return worker
 
 
+# torch's engine runs code only in a graph task, so one C call is enough where there is none.
+
+
 def current_serving() -> Serving | None:
     """The incoming call that this code runs in."""
     found = serving.get()
-    return found if found is not None or (pass_ := engine_pass()) is None else pass_.serving
+    if found is not None or current_graph_task_id() < 0 or (pass_ := engine_pass()) is None:
+        return found
+    return pass_.serving
 
 
 def current_context_id() -> int:
-    """Of autograd; 0: none."""
+    """The autograd context that this code runs in; 0: none."""
     found = context_id.get()
-    return found if found or (pass_ := engine_pass()) is None else pass_.context_id
+    if found or current_graph_task_id() < 0 or (pass_ := engine_pass()) is None:
+        return found
+    return pass_.context_id
 
 
 def current_pass_id() -> int:
     """The pass in whose hooks this code runs; 0: none."""
     found = pass_id.get()
-    return found if found or (pass_ := engine_pass()) is None else pass_.pass_id
+    if found or current_graph_task_id() < 0 or (pass_ := engine_pass()) is None:
+        return found
+    return pass_.pass_id
 
 
 def default_worker() -> Worker | None:

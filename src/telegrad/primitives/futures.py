@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @untraced_methods
 class Future(torch.futures.Future[Any]):
-    """What rpc_async() returns.
+    """The future of a call, as rpc_async() returns it.
 
     `torch.futures.wait_all`, `collect_all` and `then` work on it as on any other. A call that failed and that
-    nobody ever asked about is logged when its future dies.
+    was never asked about is logged when its future dies.
     """
 
     def __init__(self, help_wait: Callable[[PendingCall, float | None], None], log_later: Callable[[str], None]):
@@ -70,7 +70,7 @@ class Future(torch.futures.Future[Any]):
             try:
                 loop.call_soon_threadsafe(wake)
             except RuntimeError:
-                pass  # the loop was closed, and nobody awaits any more
+                pass  # the loop was closed, and nothing awaits any more
 
         self.add_done_callback(on_done)
         yield from waiter
@@ -84,7 +84,7 @@ class Future(torch.futures.Future[Any]):
         return self._has_callbacks
 
     def fail(self, make_error: Callable[[], BaseException], description: str) -> None:
-        """Completes it with an error, made anew for everyone who asks.
+        """Completes it with an error, made anew for each thread that asks.
 
         torch keeps the function below where the garbage collector cannot see it. An exception that it held
         would hold the frames that it passed through, and with them this future, for ever.
@@ -95,7 +95,7 @@ class Future(torch.futures.Future[Any]):
             failure.observed = True
             raise make_error()
 
-        # torch calls this for everyone who asks for the value, wait_all() and collect_all() included.
+        # torch calls this for each that asks for the value, wait_all() and collect_all() included.
         self._set_unwrap_func(unwrap)
         self.set_result(None)
 
@@ -104,7 +104,7 @@ class Future(torch.futures.Future[Any]):
         # It may run on any thread, under any lock, so it leaves a note and does no more.
         failure = getattr(self, "_failure", None)
         if failure is not None and not failure.observed and not self._has_callbacks:
-            self._log_later(f"{failure.description} failed, and nobody waited for it: {failure.error}")
+            self._log_later(f"{failure.description} failed, and no one waited for it: {failure.error}")
 
 
 class _Failure:

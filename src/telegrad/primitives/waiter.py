@@ -9,7 +9,7 @@ from .interrupts import blocking
 
 
 class Waiter:
-    """Is done once, and wakes everyone who waits for it.
+    """An event that is done once, and wakes all threads that wait for it.
 
     A thread that waits appends a function to `wakes` and looks at `done` after that; `set_done` sets `done` first and
     calls the functions after that, so one of the two sees the other. Each function is popped by one thread, and so
@@ -23,7 +23,7 @@ class Waiter:
         self.wakes: list[Callable[[], object]] = []  # its single operations are atomic
 
     def set_done(self) -> None:
-        """Wakes all who wait. From any thread, any number of times."""
+        """Wakes all threads that wait. From any thread, any number of times."""
         self.done = True
         while self.wakes:
             try:

@@ -1,1 +1,1 @@
-"""Values that stay where they were made, and who holds a handle to them."""
+"""Values that stay where they were made, and the workers that hold a handle to them."""

@@ -1,88 +1,91 @@
-"""The calls that a worker makes: from a function and its arguments to a message that waits for its answer.
+"""The caller's side: from a function and its arguments to a message, and from its answer to the caller.
 
-call         the caller's thread waits, and reads the answer itself if nobody does
+call         the caller's thread waits, and reads the answer itself if no other thread reads
 call_async   a future waits
-create       nobody waits: the result stays there
+create       no thread waits: the result stays with its owner
+post         a one-way message, of gradients and references
+on_answer    completes the call, on the thread that has read the answer; fail: with an error instead
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 from signal import SIGINT
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from .._torch import current_graph_task_id
 from ..errors import (
     CallTimeoutError,
+    DecodeError,
     EncodeError,
+    GradientError,
     HandedOverError,
     PeerLostError,
+    RemoteError,
     RendezvousError,
     TransportError,
+    UnknownWorkerError,
 )
 from ..events import Span, logger
+from ..gradients.attach import NoHistoryError
+from ..gradients.contexts import Context
 from ..gradients.torch_modes import current_modes
-from ..messages import Call, Envelope, Kind, WorkerInfo
-from ..options import Options
+from ..messages import Call, Envelope, Failure, Kind, WorkerInfo
 from ..primitives import clock, current, interrupts
 from ..primitives.futures import Future
 from ..primitives.interrupts import getsignal, in_finaliser, interruptible, on_signal
-from ..references.table import Entry, Held, References
-from ..serialization.codec import Codec
+from ..references.entries import Entry, Held
+from ..serialization.codec import Body, Codec
 from ..transport.base import Connection
 from . import profiled_calls
-from .mail import Sender
 from .peers import Peer, Peers
 from .pending import PendingCall, PendingCalls, effective_timeout
-from .reader import Reader
-from .serving import Dispatch
+from .reader import Incoming, Reader
 from .threads import Threads
 
+if TYPE_CHECKING:
+    from ..worker import Worker
+
 To = str | int | WorkerInfo
-
-
-class Host(Sender, Protocol):
-    """The worker, as far as it is needed here."""
-
-    name: str
-    options: Options
-    references: References
+Function = Callable[..., Any]
+Kwargs = dict[str, Any] | None
 
 
 class Calls:
-    """Of one worker."""
+    """Makes the calls of one worker."""
 
     def __init__(
-        self,
-        worker: Host,
-        codec: Codec,
-        peers: Peers,
-        pending: PendingCalls,
-        reader: Reader,
-        dispatch: Dispatch,
-        threads: Threads,
+        self, worker: Worker, codec: Codec, peers: Peers, pending: PendingCalls, reader: Reader, threads: Threads
     ) -> None:
         self._worker = worker
         self._codec = codec
         self._peers = peers
         self._pending = pending
         self._reader = reader
-        self._dispatch = dispatch
         self._threads = threads
+        self._pid = os.getpid()
         self._to_log: deque[str] = deque()  # from finalisers, which must not log themselves
+        self.late_answers = 0
 
-    def call(self, to: To, body: Call, timeout: float | None) -> Any:
-        thread = current.thread
+    # -- out -------------------------------------------------------------------------------------------
+
+    def call(self, to: To, function: Function, args: Sequence[Any], kwargs: Kwargs, timeout: float | None) -> Any:
+        """See Worker.call()."""
+        worker, thread = self._worker, current.thread
+        if worker.closed_because or os.getpid() != self._pid:
+            worker.check_open()
         if thread.critical:
             raise in_finaliser("rpc_sync()")
+        body = Call(function, tuple(args), kwargs or None)
         thread.critical = 1
         try:
             if thread.is_main and getsignal(SIGINT) is not on_signal:
                 interrupts.guard()
-            call = self._start_call(to, body, timeout, None)
-            waiting = self._report_wait(call) if self._worker.events.subscribers else None
+            call = self._start(to, body, timeout, None)
+            waiting = self._report_wait(call) if worker.events.subscribers else None
             if call.reading:
                 call.reading = False
                 self._reader.read_for(call, call.timeout)
@@ -90,26 +93,23 @@ class Calls:
                 self._reader.wait_for(call, None)
             if waiting is not None:
                 waiting.end()
-            return self._dispatch.result(call)
+            value = self._open_answer(call)
+            if call.make_error is not None:
+                raise call.make_error()
+            return value
         finally:
             thread.critical = 0
             if interrupts.deferred:
                 interrupts.deliver()
 
-    def _report_wait(self, call: PendingCall) -> Span:
-        return self._worker.events.span("wait", "call", call.id, call.peer, call.function)
-
-    def _wait_for(self, call: PendingCall, timeout: float | None) -> None:
-        """Waits for the future of a call."""
-        with interrupts.critical():
-            if self._worker.events.subscribers:
-                with self._report_wait(call):
-                    self._reader.wait_for(call, timeout)
-            else:
-                self._reader.wait_for(call, timeout)
-
-    def call_async(self, to: To, body: Call, timeout: float | None) -> Future:
-        thread = current.thread
+    def call_async(
+        self, to: To, function: Function, args: Sequence[Any], kwargs: Kwargs, timeout: float | None
+    ) -> Future:
+        """See Worker.call_async()."""
+        worker, thread = self._worker, current.thread
+        if worker.closed_because or os.getpid() != self._pid:
+            worker.check_open()
+        body = Call(function, tuple(args), kwargs or None)
         future = Future(self._wait_for, self._log_later)
         if thread.critical:
             self._threads.submit_from_finaliser(partial(self._call_later, to, body, timeout, future))
@@ -118,7 +118,7 @@ class Calls:
         try:
             if thread.is_main and getsignal(SIGINT) is not on_signal:
                 interrupts.guard()
-            self._pending.watch(self._start_call(to, body, timeout, future))
+            self._pending.watch(self._start(to, body, timeout, future))
         finally:
             thread.critical = 0
             if interrupts.deferred:
@@ -128,18 +128,18 @@ class Calls:
     def _call_later(self, to: To, body: Call, timeout: float | None, future: Future) -> None:
         """Makes a call of a finaliser that ran inside of telegrad's own code: see interrupts.py."""
         try:
-            self._pending.watch(self._start_call(to, body, timeout, future))
+            self._pending.watch(self._start(to, body, timeout, future))
         except Exception as error:
             text, kind = str(error), type(error)
             future.fail(lambda: kind(text), f"a call to worker {to!r} that a finaliser made")
 
     def create(self, to: To, body: Call, timeout: float | None) -> Entry:
-        """Inside of a critical section of the caller's: the entry that is returned counts as a handle."""
+        """Has another worker create a value. In a critical section of the caller's: the entry counts as a handle."""
         limit = effective_timeout(timeout, self._worker.options.rpc_timeout, None)
         peer, _ = self._reach(to, limit)
         entry = self._worker.references.new(peer.member.id)
         try:
-            self._pending.watch(self._start_call(entry.owner, body, timeout, None, entry))
+            self._pending.watch(self._start(entry.owner, body, timeout, None, entry))
         except BaseException:
             if isinstance(entry, Held) and entry.creation is not None:
                 self._worker.references.let_go(entry)  # it is handed over, and will be created there
@@ -157,7 +157,7 @@ class Calls:
 
         def send() -> None:
             try:
-                self._pending.watch(self._start_call(entry.owner, body, timeout, None, entry))
+                self._pending.watch(self._start(entry.owner, body, timeout, None, entry))
             except Exception as error:
                 logger.warning("worker %r: rpc.remote() in a finaliser failed: %s", self._worker.name, error)
                 self._worker.references.forget(entry)
@@ -165,39 +165,20 @@ class Calls:
         self._threads.submit_from_finaliser(send)
         return entry
 
-    def creation_of(self, entry: Held) -> Future:
-        """The future of a value's creation: done when that is known."""
-        future = Future(self._wait_for, self._log_later)
-        call = future.call = entry.creation
-        assert call is not None
-
-        def complete() -> None:
-            self._reader.wait_for(call, None)
-            if call.make_error is not None:
-                what = f"the creation of a value on worker {call.peer!r}"
-                interruptible(future.fail, call.make_error, what)
-            else:
-                interruptible(future.set_result, None)
-
-        self._threads.submit(complete)
-        return future
-
-    def _start_call(
-        self,
-        to: To,
-        body: Call,
-        timeout: float | None,
-        future: Future | None,
-        creates: Entry | None = None,
+    def _start(
+        self, to: To, body: Call, timeout: float | None, future: Future | None, creates: Entry | None = None
     ) -> PendingCall:
-        serving = current.current_serving()
+        """Sends a call. It is pending from before its message is written until it completes."""
+        worker, serving = self._worker, current.current_serving()
         if current.thread.relieve is not None:
             current.thread.relieve()
-        limit = effective_timeout(timeout, self._worker.options.rpc_timeout, serving.deadline if serving else None)
+        limit = effective_timeout(timeout, worker.options.rpc_timeout, serving.deadline if serving else None)
         depth = serving.depth + 1 if serving else 1
-        peer, connection = self._reach(to, limit)
+        peer = self._peers.known_peers.get(to) if isinstance(to, (str, int)) else None
+        if peer is None or (connection := peer.connection) is None:
+            peer, connection = self._reach(to, limit)
         name = getattr(body.function, "__qualname__", None) or repr(body.function)
-        call = PendingCall(self._worker.new_message_id(), name, peer.member.name, limit, depth)
+        call = PendingCall(worker.new_message_id(), name, peer.member.name, limit, depth)
         call.future = future
         call.caller_waits = future is None and creates is None
         if future is not None:
@@ -206,18 +187,18 @@ class Calls:
         call.window = peer.window
         envelope = Envelope(Kind.CALL, call.id, 0, limit, depth, current_modes())
         if creates is not None:
-            envelope = msgspec.structs.replace(envelope, creates=creates.id)
+            envelope.creates = creates.id
             if isinstance(creates, Held):
                 creates.creation = call
         if profiled_calls.running:
             mode = "remote" if creates is not None else "sync" if future is None else "async"
-            call.profiled = profiled_calls.begin(mode, body.function, self._worker.name, call.peer)
+            call.profiled = profiled_calls.begin(mode, body.function, worker.name, call.peer)
             if call.profiled is not None:
-                envelope = msgspec.structs.replace(envelope, profiling=call.profiled.asks)
-
-        self._pending.add(call)
+                envelope.profiling = call.profiled.asks
+        context = worker.attach.current() if current.context_id.get() or current_graph_task_id() >= 0 else None
+        self._pending.calls[call.id] = call
         try:
-            self._worker.send(connection, envelope, body, limit, call, self._worker.attach.current())
+            worker.send(connection, envelope, body, limit, call, context)
         except HandedOverError as error:
             # It will run there. Its caller hears that its time is over, or of the interrupt.
             call.stop_reading()
@@ -256,14 +237,12 @@ class Calls:
             raise CallTimeoutError(late) from error
 
     def _translated(self, error: BaseException, call: PendingCall, body: Call) -> BaseException:
-        """What the caller sees of a call that could not be sent."""
+        """The error that the caller of a call sees, which could not be sent."""
         assert call.connection is not None
         if isinstance(error, EncodeError):
-            culprit = self._codec.first_unsendable(
-                [*body.args, *(body.kwargs or {}).values()],
-                call.connection.peer,
-                track=self._worker.attach.current() is not None,
-            )
+            values = [*body.args, *(body.kwargs or {}).values()]
+            track = self._worker.attach.current() is not None
+            culprit = self._codec.first_unsendable(values, call.connection.peer, track=track)
             what = "the function" if culprit is None else f"an argument, a {type(culprit).__name__},"
             return EncodeError(f"{what} of the call of {call.function} on worker {call.peer!r} cannot be sent: {error}")
         if isinstance(error, TransportError):
@@ -275,11 +254,169 @@ class Calls:
             return late
         return error
 
+    def post(self, to: int, envelope: Envelope, body: Body, timeout: float | None, context: Context | None) -> None:
+        """Sends a one-way message.
+
+        Raises:
+            PeerLostError: the worker is gone.
+        """
+        thread = current.thread
+        before = thread.critical
+        thread.critical = before + 1
+        try:
+            try:
+                _, connection = self._peers.reach(to, timeout)
+            except UnknownWorkerError as error:
+                raise self._lost(to, "it has left the group") from error
+            except PeerLostError as error:
+                raise self._lost(to, str(error)) from error
+            try:
+                self._worker.send(connection, envelope, body, timeout, None, context)
+            except TransportError as error:
+                self._worker.on_lost(connection, str(error))
+                raise self._lost(to, str(error)) from error
+        finally:
+            thread.critical = before
+            if interrupts.deferred and not before:
+                interrupts.deliver()
+
+    def _lost(self, worker_id: int, reason: str) -> PeerLostError:
+        error = PeerLostError(f"worker {self._peers.name_of(worker_id)!r} is gone: {reason}")
+        error.worker_id = worker_id
+        return error
+
+    # -- waiting ---------------------------------------------------------------------------------------
+
+    def _wait_for(self, call: PendingCall, timeout: float | None) -> None:
+        """Waits for the future of a call."""
+        with interrupts.critical():
+            waiting = self._report_wait(call) if self._worker.events.subscribers else None
+            try:
+                self._reader.wait_for(call, timeout)
+            finally:
+                if waiting is not None:
+                    waiting.end()
+
+    def _report_wait(self, call: PendingCall) -> Span:
+        return self._worker.events.span("wait", "call", call.id, call.peer, call.function)
+
+    def creation_of(self, entry: Held) -> Future:
+        """The future of a value's creation: done when that is known."""
+        future = Future(self._wait_for, self._log_later)
+        call = future.call = entry.creation
+        assert call is not None
+
+        def complete() -> None:
+            self._reader.wait_for(call, None)
+            if call.make_error is not None:
+                interruptible(future.fail, call.make_error, f"the creation of a value on worker {call.peer!r}")
+            else:
+                interruptible(future.set_result, None)
+
+        self._threads.submit(complete)
+        return future
+
+    # -- in --------------------------------------------------------------------------------------------
+
+    def on_answer(self, message: Incoming, *, may_run_callbacks: bool) -> None:
+        """Completes the call that a message answers. Callbacks of its future run on this thread, or on another one."""
+        call, envelope = message.call, message.envelope
+        if call is None:
+            self.late_answers += 1
+            logger.debug("an answer to message %d came too late and was dropped", envelope.reply_to)
+            return
+        call.envelope, call.frames = envelope, message.frames
+        self.complete(call, may_run_callbacks=may_run_callbacks)
+
+    def fail(self, call: PendingCall, make_error: Callable[[], BaseException]) -> None:
+        """Completes a call with an error. The caller has taken it out of the pending ones."""
+        call.make_error = make_error
+        self.complete(call, may_run_callbacks=False)
+
+    def complete(self, call: PendingCall, *, may_run_callbacks: bool) -> None:
+        nbytes, call.nbytes = call.nbytes, 0
+        if nbytes:
+            call.window.leave(nbytes, call.depth)
+        future = call.future
+        if future is None:
+            if not call.caller_waits:
+                if call.profiled is not None:  # the answer says what the creation cost
+                    self._threads.submit(partial(self._open_answer, call))
+                else:
+                    call.frames = None  # a creation's answer says nothing more, and its handle keeps the call
+            call.done = True  # the caller, which waits, decodes the answer itself
+            if call.wakes:
+                call.set_done()
+        elif may_run_callbacks or not future.has_callbacks:
+            self._complete_future(call)
+        else:
+            self._threads.submit(partial(self._complete_future, call))
+
+    def _complete_future(self, call: PendingCall) -> None:
+        future = call.future
+        assert future is not None
+        thread = current.thread
+        before = thread.critical
+        try:
+            value = self._open_answer(call)
+            if not future.done():  # else its user has completed it
+                thread.critical = 0  # callbacks are users' code
+                if call.make_error is None:
+                    future.set_result(value)
+                else:
+                    future.fail(call.make_error, f"the call of {call.function} on worker {call.peer!r}")
+        except Exception as error:  # other calls are answered by this thread, too
+            logger.warning("the future of a call on worker %r could not be completed: %s", call.peer, error)
+        finally:
+            thread.critical = before
+            call.future = None  # the future refers to the call: a circle that only the collector would find
+            call.set_done()
+
+    def _open_answer(self, call: PendingCall) -> Any:
+        """Decodes the answer: the value, or None with `make_error` set."""
+        value = None
+        if call.make_error is None:
+            envelope, frames = call.envelope, call.frames
+            assert envelope is not None and frames is not None
+            call.frames = None  # a large result must not live as long as the future
+            try:
+                body = self._worker.decode(envelope, frames, call.context)
+                if type(body) is Failure:
+                    call.make_error = partial(self.error_of, body, call.peer)
+                else:
+                    value = body.value
+            except DecodeError as error:
+                call.make_error = _no_answer(call, error)
+        return value if call.profiled is None else call.profiled.answered(value)
+
+    def error_of(self, failure: Failure, peer: str) -> Exception:
+        """The exception that the function raised. A remote SystemExit does not end the thread that waits for it."""
+        error = self._codec.decode_exception(failure, peer)
+        if isinstance(error, Exception):
+            return error
+        wrapped = RemoteError(f"{type(error).__name__}: {error}")
+        wrapped.__cause__ = error.__cause__
+        return wrapped
+
+    # -- notes of finalisers ---------------------------------------------------------------------------
+
     def _log_later(self, text: str) -> None:
-        """From finalisers: takes no lock and does nothing itself."""
+        """Logs a text. From finalisers: takes no lock and does nothing itself."""
         self._to_log.append(text)
         self._threads.submit_from_finaliser(self.log_notes)
 
     def log_notes(self) -> None:
         while self._to_log:
             logger.warning("worker %r: %s", self._worker.name, self._to_log.popleft())
+
+
+def _no_answer(call: PendingCall, error: DecodeError) -> Callable[[], BaseException]:
+    """Makes the error of a call whose answer cannot be decoded. It does not refer to the call: see Future.fail."""
+    of_call = f"worker {call.peer!r} to the call of {call.function}"
+    if isinstance(error.__cause__, NoHistoryError):
+        return partial(
+            GradientError,
+            f"the answer of {of_call} in autograd context {call.context} has {error.__cause__} and no history: no "
+            "gradient would go back. Has the context ended there?",
+        )
+    return partial(DecodeError, f"the answer of {of_call} cannot be rebuilt here: {error}")

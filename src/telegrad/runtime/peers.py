@@ -30,7 +30,7 @@ from ..primitives import clock
 from ..primitives.waiter import Waiter
 from ..rendezvous.group import Group
 from ..transport.base import Connection, CrossingError, Listener, Transport
-from .pending import Window
+from .flow_control import Window
 from .routes import addresses_to_dial, why_none
 
 _GONE_NAMES = 1000  # of workers that are gone, kept for texts
@@ -69,7 +69,7 @@ class Peers:
         # Guards all below; single lookups are atomic and go without it. Reentrant: a finaliser may run in it.
         self._lock = threading.RLock()
         self._waiting: list[Waiter] = []  # of threads that wait for a change
-        self._known: dict[str | int, Peer] = {}  # by id; by name the newest incarnation
+        self.known_peers: dict[str | int, Peer] = {}  # by id; by name the newest incarnation
         self._live: dict[int, Connection] = {}  # by id of the worker: the one connection with it
         self._connections: set[Connection] = set()  # the same, and those with observers
         self._dialling: set[int] = set()  # ids of workers that a thread of this one dials
@@ -82,7 +82,7 @@ class Peers:
     def know_self(self, member: Member, connection: Connection) -> None:
         """A worker is its own peer, over a connection that never ends before it does."""
         peer = Peer(member, Window(self._options.peer_byte_limit), connection)
-        self._known[member.id] = self._known[member.name] = peer
+        self.known_peers[member.id] = self.known_peers[member.name] = peer
         self._live[member.id] = connection
 
     # -- being found -----------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Peers:
                 self._connections.add(connection)
                 if hello.id >= 0:
                     self._live[hello.id] = connection
-                    if (peer := self._known.get(hello.id)) is not None:
+                    if (peer := self.known_peers.get(hello.id)) is not None:
                         peer.connection = connection
             self._notify()
         if not welcome:
@@ -167,7 +167,7 @@ class Peers:
             if not hasattr(to, "id"):
                 raise UnknownWorkerError(f"a worker's name, id or WorkerInfo was expected, not {to!r}")
             to = int(to.id)
-        peer = self._known.get(to)
+        peer = self.known_peers.get(to)
         if peer is not None and (peer.connection is not None or not isinstance(to, str)):
             return peer
         member = self._group.find(to, timeout)
@@ -180,13 +180,13 @@ class Peers:
 
     def known(self, to: str | int | WorkerInfo) -> Peer | None:
         """The peer of that name, id or WorkerInfo, if it is known here. Never blocks."""
-        return self._known.get(to if isinstance(to, str | int) else int(getattr(to, "id", PROBE_ID)))
+        return self.known_peers.get(to if isinstance(to, str | int) else int(getattr(to, "id", PROBE_ID)))
 
     def name_of(self, id: int) -> str:
         """The name of a worker, also of one that has gone not too long ago. Never blocks."""
         if (connection := self._live.get(id)) is not None:
             return connection.peer.name
-        if (peer := self._known.get(id)) is not None:
+        if (peer := self.known_peers.get(id)) is not None:
             return peer.member.name
         return self._gone.get(id, f"with id {id}")
 
@@ -196,18 +196,18 @@ class Peers:
 
     def _know(self, member: Member, *, by_name: bool) -> Peer:
         with self._lock:
-            peer = self._known.get(member.id)
+            peer = self.known_peers.get(member.id)
             if peer is None:
                 peer = Peer(member, Window(self._options.peer_byte_limit), self._live.get(member.id))
             if self.is_lost(member.id):
                 return peer  # and nothing is kept of it
-            self._known[member.id] = peer
+            self.known_peers[member.id] = peer
             if by_name:
                 # Ids only grow: the newest incarnation has the highest.
-                newest = self._known.get(member.name)
+                newest = self.known_peers.get(member.name)
                 if newest is not None and newest.member.id > member.id:
                     return newest
-                self._known[member.name] = peer
+                self.known_peers[member.name] = peer
             return peer
 
     def reach(self, to: str | int | WorkerInfo, timeout: float | None) -> tuple[Peer, Connection]:
@@ -219,7 +219,7 @@ class Peers:
             PeerLostError: it cannot be reached any more.
             VersionError: it speaks another wire version.
         """
-        peer = self._known.get(to) if isinstance(to, str | int) else None
+        peer = self.known_peers.get(to) if isinstance(to, str | int) else None
         if peer is not None and peer.connection is not None:
             return peer, peer.connection
         deadline = None if timeout is None else clock.now() + timeout
@@ -357,20 +357,20 @@ class Peers:
                 self._note_gone_locked(id, connection.peer.name)
                 if not self._hello.is_observer:  # which holds nothing, so it may come again
                     self._fenced[id >> 3] |= 1 << (id & 7)
-            if (peer := self._known.get(id)) is not None:
+            if (peer := self.known_peers.get(id)) is not None:
                 self._forget(peer)
             self._notify()
         connection.dispose()
         return True
 
     def _forget(self, peer: Peer) -> None:
-        """The next one who wants it looks again: the name may belong to a new incarnation by then."""
+        """Forgets a peer, so that the next call looks again: the name may belong to a new incarnation by then."""
         with self._lock:
             peer.connection = None
             self._note_gone_locked(peer.member.id, peer.member.name)
             for key in (peer.member.id, peer.member.name):
-                if self._known.get(key) is peer:
-                    del self._known[key]
+                if self.known_peers.get(key) is peer:
+                    del self.known_peers[key]
 
     def _note_gone_locked(self, id: int, name: str) -> None:
         self._gone[id] = name
@@ -391,7 +391,7 @@ class Peers:
 
     def bytes_in_flight(self) -> dict[str, int]:
         with self._lock:
-            peers = set(self._known.values())
+            peers = set(self.known_peers.values())
         return {p.member.name: n for p in peers if (n := p.window.bytes_in_flight())}
 
     def connections(self) -> list[Connection]:

@@ -1,4 +1,4 @@
-"""Calls that wait for their answer, and what bounds them: deadlines, and bytes in flight per peer."""
+"""Calls in flight: each waits for its answer, for the loss of its peer, or for its deadline."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from ..transport.base import Connection, Frames
 
 if TYPE_CHECKING:
     from ..primitives.futures import Future
+    from .flow_control import Window
     from .profiled_calls import ProfiledCall
 
+UNSET_TIMEOUT = -1.0  # torch's mark for "the default"
 OVERHEAD_BYTES = 1024  # counted for each call in flight beside its bytes: a million tiny calls are not free
 
 
 class PendingCall(Waiter):
-    """A call from when it is sent until it was answered, failed or timed out.
-
-    The thread that takes it out of `PendingCalls` completes it, so it completes once.
-    """
+    """A call, from when it is sent until it was answered, failed or timed out. The thread that takes it out of
+    `PendingCalls` completes it, so it completes once."""
 
     __slots__ = (
         "caller_waits", "claimed", "connection", "context", "deadline", "depth", "envelope", "frames", "function",
         "future", "id", "make_error", "nbytes", "peer", "profiled", "reading", "timeout", "window",
     )  # fmt: skip
+    window: Window  # given before it is sent
 
     def __init__(self, id: int, function: str, peer: str, timeout: float | None, depth: int) -> None:
-        super().__init__()
+        self.done = False  # as in Waiter
+        self.wakes = []
         self.id = id
         self.function = function
         self.peer = peer
@@ -43,13 +45,12 @@ class PendingCall(Waiter):
         self.depth = depth
         self.connection: Connection | None = None
         self.context = 0  # of autograd, in which it was sent; 0: none
-        self.window: Window | None = None
         self.nbytes = 0  # counted in the window
         self.future: Future | None = None
         self.envelope: Envelope | None = None
         self.frames: Frames | None = None
-        self.make_error: Callable[[], BaseException] | None = None  # anew for everyone who asks
-        self.caller_waits = True  # by this thread, at once
+        self.make_error: Callable[[], BaseException] | None = None  # makes a new one for each thread that asks
+        self.caller_waits = True  # on this thread, at once
         self.claimed = False  # the answer was read, and is being handed on
         self.profiled: ProfiledCall | None = None  # of a caller that is profiled
         self.reading = False  # its caller holds the read lease since before it was written
@@ -72,19 +73,17 @@ class PendingCall(Waiter):
         """
         nbytes += OVERHEAD_BYTES
         window, connection = self.window, self.connection
-        assert window is not None
         assert connection is not None
         if not window.enter(nbytes, self.depth, self.timeout):
             raise TimeoutError(f"{window.bytes_in_flight()} bytes of calls to it are unanswered")
         self.nbytes = nbytes
         if self.caller_waits and nbytes < SHARED_MEMORY_FROM:
-            # The answer may be here before the write returns: be the one who reads it.
+            # The answer may be here before the write returns: be the thread that reads it.
             self.reading = connection.lease.try_take()
 
     def leave_window(self) -> None:
         nbytes, self.nbytes = self.nbytes, 0
         if nbytes:
-            assert self.window is not None
             self.window.leave(nbytes, self.depth)
 
     def timeout_error(self) -> Callable[[], CallTimeoutError]:
@@ -98,10 +97,10 @@ class PendingCall(Waiter):
 
 
 class PendingCalls:
-    """The calls in flight, by message id. A timer of the worker's expires those that no thread may be waiting for.
+    """The calls in flight, by message id. A timer expires those that no thread waits for: `on_expired` completes them.
 
-    `new_timer` makes a timer: a function that has a task run on a thread of the worker's, so many seconds after it was
-    called. `on_expired` completes a call whose time is over.
+    `new_timer` makes a timer: a function that has a task run on a thread of the worker, so many seconds after it was
+    called.
     """
 
     def __init__(
@@ -109,24 +108,21 @@ class PendingCalls:
         on_expired: Callable[[PendingCall], None],
         new_timer: Callable[[Callable[[], None]], Callable[[float], None]],
     ) -> None:
-        self._calls: dict[int, PendingCall] = {}  # its single operations are atomic
+        self.calls: dict[int, PendingCall] = {}  # by message id; its single operations are atomic
         self._on_expired = on_expired
         self._lock = threading.Lock()  # guards all below
         self._next_look = float("inf")
         self._set_timer = new_timer(self._expire)
 
     def __len__(self) -> int:
-        return len(self._calls)
-
-    def add(self, call: PendingCall) -> None:
-        self._calls[call.id] = call
+        return len(self.calls)
 
     def take(self, id: int) -> PendingCall | None:
-        return self._calls.pop(id, None)
+        return self.calls.pop(id, None)
 
     def claim(self, id: int, connection: Connection) -> PendingCall | None:
         """Takes out a call whose answer was read. Only the worker that was asked can answer."""
-        call = self._calls.get(id)
+        call = self.calls.get(id)
         if call is None:
             return None
         if call.connection is not connection:
@@ -135,14 +131,14 @@ class PendingCalls:
                 connection.peer.name, call.function, call.peer,
             )  # fmt: skip
             return None
-        if self._calls.pop(id, None) is None:
+        if self.calls.pop(id, None) is None:
             return None
         call.claimed = True
         return call
 
     def take_all(self, connection: Connection | None) -> list[PendingCall]:
         """Takes out all calls of a connection, or (None) all calls."""
-        calls = [c for c in list(self._calls.values()) if connection is None or c.connection is connection]
+        calls = [c for c in list(self.calls.values()) if connection is None or c.connection is connection]
         return [c for c in calls if self.take(c.id) is not None]
 
     def watch(self, call: PendingCall) -> None:
@@ -160,7 +156,7 @@ class PendingCalls:
             self._next_look = float("inf")  # a call that is watched from here on sets the timer itself
         now = clock.now()
         soonest: PendingCall | None = None
-        for call in list(self._calls.values()):
+        for call in list(self.calls.values()):
             if call.deadline is None:
                 continue
             if call.deadline > now:
@@ -175,63 +171,10 @@ class PendingCalls:
             self.watch(soonest)
 
 
-class Window:
-    """The bytes in flight to one peer: who wants to send more waits until answers have come.
-
-    # Note [why the window is counted per depth]
-    A call made while serving another one must never wait for that one's caller, or two workers that call each
-    other could block for ever. So each depth of nesting has its own allowance: calls of depth d wait only
-    for calls of depth d to be answered, and those wait only for calls of depth d + 1. The deepest wait for
-    nobody.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._lock = threading.Lock()  # guards the bytes; held for a moment only
-        self._bytes: dict[int, int] = {}  # by depth
-        self._waiting: list[Waiter] = []  # its single operations are atomic
-
-    def enter(self, nbytes: int, depth: int, timeout: float | None) -> bool:
-        """Counts the bytes in, when there is room (one message always fits); False if the time was over."""
-        if self._enter(nbytes, depth):
-            return True
-        deadline = None if timeout is None else clock.now() + timeout
-        while True:
-            waiter = Waiter()
-            self._waiting.append(waiter)
-            if self._enter(nbytes, depth):  # bytes have left before they could see the waiter
-                return True
-            left = None if deadline is None else deadline - clock.now()
-            if left is not None and left <= 0:
-                return False
-            waiter.sleep(left)
-
-    def _enter(self, nbytes: int, depth: int) -> bool:
-        with self._lock:
-            used = self._bytes.get(depth, 0)
-            if used and used + nbytes > self._limit:
-                return False
-            self._bytes[depth] = used + nbytes
-            return True
-
-    def leave(self, nbytes: int, depth: int) -> None:
-        with self._lock:
-            self._bytes[depth] -= nbytes
-        while self._waiting:
-            try:
-                self._waiting.pop().set_done()
-            except IndexError:
-                return
-
-    def bytes_in_flight(self) -> int:
-        with self._lock:
-            return sum(self._bytes.values())
-
-
 def effective_timeout(asked: float | None, default: float, enclosing: float | None) -> float | None:
-    """What a call's time limit is: what was asked for (0: none) or the default, and never beyond the
+    """The time limit of a call: the one asked for (0: no limit; None, UNSET_TIMEOUT: the default), and never beyond the
     deadline of the call that it is made in."""
-    limit: Any = default if asked is None else asked
+    limit: Any = default if asked is None or asked == UNSET_TIMEOUT else asked
     limit = None if limit == 0 else float(limit)
     if enclosing is None:
         return limit  # type: ignore[no-any-return]

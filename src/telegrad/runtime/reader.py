@@ -1,7 +1,7 @@
 """Reading for one worker: from connections that have something to read to messages that are handed on.
 
     something has arrived, and no thread reads   -> serve(), on an idle thread: reads, and runs what it read
-    a thread waits for an answer, or for a pass  -> wait_for(), wait_until(): reads for itself, if no thread does
+    a thread waits for an answer, or for a pass  -> wait_for(), wait(): reads for itself, if no other thread does
 
 The right to read is the lease of transport/lease.py, and its rules hold here: what is read is handed on only after the
 lease was released, or inside of a Turn that can be relieved of it.
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import ConnectionClosedError, TelegradError
-from ..events import logger
+from ..events import Events, logger
 from ..messages import Envelope, Kind
-from ..primitives import clock, current
+from ..primitives import clock, current, interrupts
 from ..primitives.waiter import Waiter
 from ..serialization.codec import Codec
 from ..transport.base import Connection, Frames
@@ -49,7 +49,7 @@ def _answers_first(message: Incoming) -> bool:
 
 
 class Reader:
-    """Reads for one worker. `receive` gets each message, and the call that the thread waits for, if it does."""
+    """Reads for one worker. `receive` is given each message, and the call that the thread waits for, if any."""
 
     def __init__(
         self,
@@ -58,6 +58,8 @@ class Reader:
         codec: Codec,
         pending: PendingCalls,
         threads: Threads,
+        events: Events,
+        name_of: Callable[[int], str],
         *,
         receive: Callable[[Incoming, PendingCall | None], None],
         on_expired: Callable[[PendingCall], None],
@@ -72,6 +74,8 @@ class Reader:
         self._codec = codec
         self._pending = pending
         self._threads = threads
+        self._events = events
+        self._name_of = name_of
         self._receive = receive
         self._on_expired = on_expired
         self._on_lost = on_lost
@@ -264,6 +268,32 @@ class Reader:
             elif found := self._read(left, waiter):
                 lease.release()
                 self._hand_out(found, None)
+
+    def wait(self, waiter: Waiter, peer: int, deadline: float | None, turn: Turn | None) -> None:
+        """Waits until `waiter` is done, most likely by a message of `peer`, or for the deadline; reads meanwhile."""
+        waiting = None
+        if self._events.subscribers:
+            waiting = self._events.span("wait", "pass", current.current_pass_id(), self._name_of(peer))
+        thread = current.thread
+        before = thread.critical
+        thread.critical = before + 1
+        try:
+            if turn is None and thread.relieve is not None:
+                thread.relieve()
+            self.wait_until(waiter, deadline, turn)
+        finally:
+            thread.critical = before
+            if interrupts.deferred and not before:
+                interrupts.deliver()
+        if waiting is not None:
+            waiting.end()
+
+    def watch(self, peer: int) -> Turn | None:
+        """Has this thread read while it works on a pass, until the turn's `end()`; None: another thread reads."""
+        if current.thread.relieve is not None:
+            current.thread.relieve()
+        self._threads.start()  # one of which relieves this one, if need be
+        return self.begin_turn()
 
     def begin_turn(self) -> Turn | None:
         """Lets the calling thread keep the lease while it works on a pass, until the turn's end; None if another thread

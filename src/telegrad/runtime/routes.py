@@ -27,7 +27,7 @@ def addresses_to_dial(member: Member, host: str, transports: Collection[str]) ->
 
 
 def why_none(member: Member, host: str, transports: Collection[str]) -> str:
-    """What to set on which worker, where addresses_to_dial() is empty."""
+    """Says what to set on which worker, where addresses_to_dial() is empty."""
     name, listens = repr(member.name), f"it listens at {list(member.addresses)}"
     on_it = any(address.startswith("tcp:") for address in member.addresses)
     if not member.addresses:

@@ -1,96 +1,132 @@
-"""A graceful end: nobody leaves while somebody still needs an answer.
+"""The end of a worker: at once, or when no other worker needs an answer of it.
 
 # Note [two barriers]
-In a group of a fixed size workers end together. At the first barrier, every program has made its last call.
-What still runs then are calls made by calls. A worker is idle when it waits for no answer and owes none; it
-comes to the second barrier when it is, and goes on serving. A call that runs anywhere has a chain of callers who
-wait for it, back to one that was running before the first barrier, and that one's worker has not come to the
-second. So when all have, nothing runs.
+In a group of a fixed size workers end together. At the first barrier, every program has made its last call. What still
+runs then are calls made by calls. A worker is idle when it waits for no answer and owes none; it comes to the second
+barrier when it is, and goes on serving. A call that runs anywhere has a chain of callers that wait for it, back to one
+that was running before the first barrier, and that one's worker has not come to the second. So when all have, nothing
+runs.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from ..errors import RendezvousError
-from ..primitives import clock
-from ..rendezvous.group import Group, poll_until
+from ..errors import PeerLostError, RendezvousError
+from ..events import logger
+from ..primitives import clock, current
+from ..primitives.interrupts import run_all, uninstall
+from ..rendezvous.group import poll_until
 from ..rendezvous.store import Deadline
+
+if TYPE_CHECKING:
+    from ..worker import Worker
 
 _LEAST = 1.0  # seconds that the store has for an answer: the time limit of a shutdown is for the other workers
 
 
-@dataclass(frozen=True, kw_only=True)
-class Retirement:
-    """One worker's way out. The functions say how many answers it waits for, how many calls it serves, and
-    whether a rank is known to have died: the dead are not waited for."""
+def close(worker: Worker, graceful: bool, timeout: float | None) -> None:
+    """Leaves the group, in a critical section and once."""
+    group = worker.group
+    steps: list[Callable[[], Any]] = [group.let_go, partial(uninstall, group)]
+    # A fork lets go of its copies only: the worker is the parent's, and so is its name.
+    is_fork = os.getpid() != worker._pid
+    try:
+        if graceful and not is_fork:
+            retire(worker, timeout)
+    finally:
+        worker.closed_because = "has shut down"
+        if not is_fork:
+            # Where all end together there is none left to tell, and rank 0 may have taken the store with it.
+            leave = partial(group.leave, worker.member, tell=not worker._ended_together)
+            steps = [partial(_tear_down, worker), leave, *steps]
+        run_all(steps)
 
-    name: str
-    rank: int
-    group: Group
-    waits_for: Callable[[], int]
-    serves: Callable[[], int]
-    is_lost: Callable[[int], bool]
 
-    def wait(self, timeout: float | None) -> None:
-        """Waits until this worker may go.
+def _tear_down(worker: Worker) -> None:
+    gone = f"worker {worker.name!r} has shut down"
+    worker.recorder.close()
+    worker._server.close()
+    worker.engine.close()
+    worker.references.close()
+    worker._peers.close()
+    for end in worker._self_ends:
+        end.abort(gone)
+    for call in worker._pending.take_all(None):
+        worker.calls.fail(call, partial(PeerLostError, f"{gone} before the call was answered"))
+    all_ended = worker._threads.close(timeout=2.0)
+    worker._lease.relieve()  # a thread that still runs a function must not keep the lease
+    for connection in worker._peers.connections():
+        worker._peers.drop(connection)
+    worker.calls.log_notes()
+    worker._lease.close()
+    if all_ended:
+        worker._poller.close()
+    else:
+        logger.warning("worker %r: some functions still run after its shutdown", worker.name)
 
-        Raises:
-            RendezvousError: it may not, after `timeout` seconds; says who or what is missing.
-        """
-        deadline = None if timeout is None else clock.now() + timeout
 
-        def left() -> float | None:
-            return None if deadline is None else max(0.0, deadline - clock.now())
+def retire(worker: Worker, timeout: float | None) -> None:
+    """Waits until this worker may go: see Worker.retire()."""
+    if worker._ended_together:
+        return
+    limit = (worker.options.shutdown_timeout if timeout is None else timeout) or None
+    deadline = None if limit is None else clock.now() + limit
+    own = 0 if current.current_serving() is None else 1  # the call in which this worker is told to shut down
+    pending, server = worker._pending, worker._server
 
-        fixed = self.group.world_size is not None
-        if fixed:
-            self.meet("programs_done", left())
-        if not poll_until(lambda: not self.waits_for() and self.serves() <= 0, left()):
-            raise RendezvousError(
-                f"worker {self.name!r} still waits for {self.waits_for()} answers and serves {self.serves()} "
-                f"calls after {timeout:.1f} s; use shutdown(graceful=False) to drop them"
-            )
-        if fixed:
-            self.meet("workers_idle", left())
-            # The store lives in the process of rank 0: it leaves last, when all others have seen the barrier.
-            last = Deadline(min(5.0, left() or 5.0))
-            self.group.arrive("gone", self.rank, _for_the_store(last))
-            if self.rank == 0:
-                poll_until(lambda: not self._missing("gone", last), last.left())
+    def left() -> float | None:
+        return None if deadline is None else max(0.0, deadline - clock.now())
 
-    def meet(self, name: str, timeout: float | None) -> None:
-        """Waits until every rank has come to that barrier.
+    def waits_for() -> int:
+        return len(pending) + worker.engine.busy
 
-        Raises:
-            RendezvousError: some did not within `timeout` seconds, or the store does not answer.
-        """
-        until = None if timeout is None else Deadline(timeout)
-        missing: list[int] = []
+    meet(worker, "programs_done", left())
+    if not poll_until(lambda: not waits_for() and server.being_served <= own, left()):
+        raise RendezvousError(
+            f"worker {worker.name!r} still waits for {waits_for()} answers and serves {server.being_served - own} "
+            f"calls after {limit:.1f} s; use shutdown(graceful=False) to drop them"
+        )
+    if worker.group.world_size is not None:
+        meet(worker, "workers_idle", left())
+        # The store lives in the process of rank 0: it leaves last, when all others have seen the barrier.
+        last = Deadline(min(5.0, left() or 5.0))
+        worker.group.arrive("gone", worker.member.rank, _for_the_store(last))
+        if worker.member.rank == 0:
+            poll_until(lambda: not _missing(worker, "gone", last), last.left())
+        worker._ended_together = True
 
-        def all_here() -> bool:
-            missing[:] = self._missing(name, until)
-            return not missing
 
-        self.group.arrive(name, self.rank, _for_the_store(until))
-        if not poll_until(all_here, timeout):
-            raise RendezvousError(
-                f"ranks {missing} did not come to the shutdown within {timeout or 0:g} s; "
-                "have they ended, or do they still work? shutdown(graceful=False) does not wait for them"
-            )
+def meet(worker: Worker, barrier: str, timeout: float | None) -> None:
+    """Waits until every rank has come to that barrier: see Worker.meet()."""
+    if worker.group.world_size is None:
+        return
+    until = None if timeout is None else Deadline(timeout)
+    missing: list[int] = []
 
-    def _missing(self, barrier: str, until: Deadline | None) -> list[int]:
-        """The ranks that have not arrived, and may still come."""
-        ranks = range(self.group.world_size or 0)
-        return [r for r in ranks if not self._has_come(barrier, r, until) and not self._has_left(r, until)]
+    def all_here() -> bool:
+        missing[:] = _missing(worker, barrier, until)
+        return not missing
 
-    def _has_come(self, barrier: str, rank: int, until: Deadline | None) -> bool:
-        return self.group.arrived(barrier, rank, _for_the_store(until))
+    worker.group.arrive(barrier, worker.member.rank, _for_the_store(until))
+    if not poll_until(all_here, timeout):
+        raise RendezvousError(
+            f"ranks {missing} did not come to the shutdown within {timeout or 0:g} s; "
+            "have they ended, or do they still work? shutdown(graceful=False) does not wait for them"
+        )
 
-    def _has_left(self, rank: int, until: Deadline | None) -> bool:
-        """Whether it has died, or ended without waiting for the others."""
-        return self.is_lost(rank) or self._has_come("left", rank, until)
+
+def _missing(worker: Worker, barrier: str, until: Deadline | None) -> list[int]:
+    """The ranks that have not arrived, and may still come: those that died, or left without waiting, will not."""
+
+    def has_come(place: str, rank: int) -> bool:
+        return worker.group.arrived(place, rank, _for_the_store(until))
+
+    ranks = range(worker.group.world_size or 0)
+    return [r for r in ranks if not (has_come(barrier, r) or worker._peers.is_lost(r) or has_come("left", r))]
 
 
 def _for_the_store(until: Deadline | None) -> float | None:

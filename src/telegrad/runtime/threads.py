@@ -1,7 +1,7 @@
 """The threads of a worker: they wait for messages, read them, and run users' functions.
 
 All idle threads sleep in the worker's poller. One that leaves it to work first makes sure that another one
-stays, so there is always somebody who reads, whatever the functions do: wait for other calls, hold locks,
+stays, so there is always a thread that reads, whatever the functions do: wait for other calls, hold locks,
 sleep. The number of threads follows the need; those with nothing to do end after a while.
 """
 
@@ -36,7 +36,7 @@ class Threads:
         self._closed = False
 
     def start(self) -> None:
-        """Starts the first thread, for those who wait for messages from outside."""
+        """Starts the first thread: a message from outside finds it waiting."""
         with self._lock:
             if not self._threads:
                 self._spawn_locked()
@@ -147,7 +147,7 @@ class Threads:
                 self._idle += 1
 
     def _run_rest(self) -> None:
-        """Runs the tasks that no thread has taken: somebody may wait for them."""
+        """Runs the tasks that no thread has taken: others may wait for them."""
         while (rest := self._take()) is not None:
             self._attempt(rest[0])
 

@@ -15,7 +15,7 @@ costs one lock and one epoll_ctl to take, however many connections there are, an
 outer epoll, are not woken for what the holder reads. Connections without a descriptor (inproc) ring a bell: an eventfd
 in the inner epoll, with a queue beside it. The bell also wakes the holder for other reasons.
 
-# Note [which thread may do what, and when]
+# Note [who may do what, and when]
 holder       wait(), Connection.receive(), release(). Users' code runs only after release(), or inside of a Turn that
              was left. An exception, Ctrl-C among them, leaves the lease with the holder, which must release it.
 any thread   try_take(), add(), remove(), ring(), run_unread(), and Turn.relieve()
@@ -57,7 +57,7 @@ _NONE: list[Any] = []
 
 
 class ReadLease:
-    """The lease of one worker. `on_readable` is called with it held, on an idle thread, when something has arrived."""
+    """One worker's. `on_readable` is called with the lease held, on an idle thread, when something has arrived."""
 
     def __init__(self, poller: Poller, spin: float = 0.0) -> None:
         self.on_readable: Callable[[], None] = self.release
@@ -184,7 +184,7 @@ class ReadLease:
                 now = clock.now()
                 until = None if timeout is None else now + timeout
                 # Spinning pays where messages follow each other closely, and costs a core elsewhere.
-                spin_until = now + self.linger
+                spin_until = now + self.max_spin if self._lively and now >= self._no_spin_until else now
                 while not events:
                     if waiter is not None and waiter.done:
                         return _NONE
@@ -206,8 +206,10 @@ class ReadLease:
         now = clock.now()
         self._lively = now - self._last < _LIVELY
         self._last = now
-        by_fd = self._by_fd
-        found = [connection for fd, _ in events if (connection := by_fd.get(fd)) is not None]
+        found = []
+        for fd, _ in events:
+            if (connection := self._by_fd.get(fd)) is not None:
+                found.append(connection)
         if len(found) != len(events) or self._is_rung:
             self._answer_bell(found)
         return found
@@ -224,7 +226,7 @@ class ReadLease:
             os.eventfd_read(self._bell)
         except BlockingIOError:
             pass  # it did not ring; or it is just about to, and then rings in vain
-        # First this, then the queues: a thread that appends to one and finds the bell rung still is seen.
+        # First this, then the queues: a thread that appends and finds the bell still rung is seen.
         self._is_rung = False
         if self._unread:
             self._run_unread()

@@ -1,0 +1,63 @@
+"""Back-pressure: a bound on the bytes of unanswered calls to one peer."""
+
+from __future__ import annotations
+
+import threading
+
+from ..primitives import clock
+from ..primitives.waiter import Waiter
+
+
+class Window:
+    """Counts the bytes in flight to one peer. A caller that wants to send more waits until answers have come.
+
+    # Note [why the window is counted per depth]
+    A call made while serving another one must never wait for that one's caller, or two workers that call each other
+    could block for ever. So each depth of nesting has an allowance of its own: calls of depth d wait only for calls of
+    depth d to be answered, and those wait only for calls of depth d + 1. The deepest calls wait for none.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()  # guards the bytes; held for a moment only
+        self._bytes: dict[int, int] = {}  # by depth
+        self._waiting: list[Waiter] = []  # its single operations are atomic
+
+    def enter(self, nbytes: int, depth: int, timeout: float | None) -> bool:
+        """Counts the bytes in, when there is room (one message always fits); False after `timeout` seconds."""
+        with self._lock:
+            used = self._bytes.get(depth, 0)
+            if not used or used + nbytes <= self._limit:
+                self._bytes[depth] = used + nbytes
+                return True
+        deadline = None if timeout is None else clock.now() + timeout
+        while True:
+            waiter = Waiter()
+            self._waiting.append(waiter)
+            if self._enter(nbytes, depth):  # bytes have left before they could see the waiter
+                return True
+            left = None if deadline is None else deadline - clock.now()
+            if left is not None and left <= 0:
+                return False
+            waiter.sleep(left)
+
+    def _enter(self, nbytes: int, depth: int) -> bool:
+        with self._lock:
+            used = self._bytes.get(depth, 0)
+            if used and used + nbytes > self._limit:
+                return False
+            self._bytes[depth] = used + nbytes
+            return True
+
+    def leave(self, nbytes: int, depth: int) -> None:
+        with self._lock:
+            self._bytes[depth] -= nbytes
+        while self._waiting:
+            try:
+                self._waiting.pop().set_done()
+            except IndexError:
+                return
+
+    def bytes_in_flight(self) -> int:
+        with self._lock:
+            return sum(self._bytes.values())
