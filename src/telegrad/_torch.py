@@ -50,3 +50,4 @@ ExperimentalConfig = _C._profiler._ExperimentalConfig
 profiler_enabled = _C._autograd._profiler_enabled
 enable_legacy_profiler = _C._autograd._enable_profiler_legacy
 disable_legacy_profiler = _C._autograd._disable_profiler_legacy
+parse_legacy_records = cast(Any, torch.autograd.profiler_legacy)._parse_legacy_records

@@ -9,10 +9,11 @@ as ever, with telegrad's functions in it. Code that has imported single names be
     replacing.py   which name of which module becomes what
     agent.py       what torch's Python code expects of an RPC agent, on a Worker
     calls.py       rpc_sync, rpc_async, remote, with what torch's do besides calling
-    profiling.py   torch's private profiler of all threads that serve
+    profiling.py   torch's profilers
     children.py    processes that multiprocessing starts
 """
 
+from .profiling import follow_profiles
 from .replacing import install, is_installed
 
-__all__ = ["install", "is_installed"]
+__all__ = ["follow_profiles", "install", "is_installed"]

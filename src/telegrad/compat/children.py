@@ -11,7 +11,7 @@ import multiprocessing.spawn
 from pathlib import Path
 from typing import Any
 
-from ..runtime import profiled_calls
+from . import profiling
 
 _FIRST_OF_ALL = """
 import sys
@@ -26,7 +26,7 @@ class _InstallsWhenUnpickled:
     def __reduce__(self) -> Any:
         # The child has its parent's sys.path only later: it is told where telegrad is.
         where = str(Path(__file__).resolve().parents[2])
-        code = _FIRST_OF_ALL.format(where=where, torch_profiler=profiled_calls.asks_with_kineto)
+        code = _FIRST_OF_ALL.format(where=where, torch_profiler=profiling.follows_newer)
         return exec, (code,)
 
 

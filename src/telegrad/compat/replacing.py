@@ -29,7 +29,6 @@ from .. import autograd
 from ..gradients.leaves import leaves_are_averaged
 from ..options import Options
 from ..rref import RRef
-from ..runtime import profiled_calls
 from . import agent, calls, profiling
 from .children import follow_into_children
 
@@ -63,7 +62,7 @@ def install(options: Options | None = None, *, torch_profiler: bool = False) -> 
             "telegrad.compat.install() before torch.distributed.rpc.init_rpc(), or after its shutdown()"
         )
     _set_backend(options or Options())
-    profiled_calls.asks_with_kineto = torch_profiler
+    profiling.follow_profiles(newer=torch_profiler)
     if _installed:
         return
     _installed = True

@@ -22,7 +22,8 @@ from torch.autograd import profiler as kineto
 
 from .._torch import ExperimentalConfig
 from ..messages import Settings
-from .profiled_calls import FOLLOWS_CALLS
+
+FOLLOWS_CALLS = "_telegrad_follows_calls"  # on a profile of torch's, where False: it wants no calls in it
 
 _lock = threading.Lock()  # guards _session
 _has_started = False
