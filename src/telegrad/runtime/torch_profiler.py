@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler as kineto
 
-from .._torch import ExperimentalConfig
+from .._torch import ExperimentalConfig, is_newer_profiler_on
 from ..messages import Settings
 
 FOLLOWS_CALLS = "_telegrad_follows_calls"  # on a profile of torch's, where False: it wants no calls in it
@@ -44,7 +44,7 @@ class Operators:
         with _lock:
             if _session == session:
                 return None, ""
-            if _session or kineto._is_profiler_enabled:
+            if _session or is_newer_profiler_on():
                 return None, "another profiler runs in its process"
             _session = session
         try:
