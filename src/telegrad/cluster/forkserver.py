@@ -44,7 +44,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End these children: politely at first, for so many seconds."""
+    """Asks for the end of these children: with SIGTERM at first, with SIGKILL after so many seconds."""
 
     pids: list[int]
     grace: float
@@ -103,12 +103,12 @@ class ForkServer:
                 start_new_session=True,  # Ctrl-C is for the owner, who ends the children in order
                 env={**os.environ, "PYTHONPATH": path},
             )
-        self._reader = threading.Thread(target=self._run_reader, name="telegrad-forkserver", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="telegrad-forkserver", daemon=True)
         self._reader.start()
 
     def spawn(self, jobs: list[Job], timeout: float) -> list[int]:
-        """Forks one process per job; their process ids. If the caller is interrupted or the time is over, the processes
-        are ended as soon as the server says which they are.
+        """Forks one process per job; returns their process ids. If the caller is interrupted or the time is over, the
+        processes are ended as soon as the server names them.
 
         Raises:
             ClusterError: the server did not start, or has ended.
@@ -157,7 +157,7 @@ class ForkServer:
             poll_until(lambda: self._gone or all(pid in self._ended for pid in pids), grace + 10)
 
     def status(self, pid: int) -> int | None:
-        """How a child has ended; None while it runs."""
+        """The exit status of a child; None while it runs."""
         return self._ended.get(pid, -signal.SIGKILL if self._gone else None)
 
     def _send(self, message: Any) -> None:
@@ -167,26 +167,26 @@ class ForkServer:
         except OSError as error:
             raise ClusterError(f"the process that forks workers has ended: {error}") from error
 
-    def _run_reader(self) -> None:
-        with critical():  # so a finaliser that the collector runs here does not ask the server, and wait for itself
-            self._read()
-
     def _read(self) -> None:
-        while (message := _receive(self._socket, Spawned | Ended)) is not None:
-            if isinstance(message, Ended):
-                self._ended[message.pid] = message.status
-                continue
-            self._answered = True
-            with self._lock:
-                for pid in message.pids:
-                    self._ended.pop(pid, None)  # of an earlier child: the system uses numbers again
-                unwanted = message.number in self._unwanted
-                self._unwanted.discard(message.number)
-                if not unwanted:
-                    self._spawned[message.number] = message.pids
-            if unwanted:
-                self._end(message.pids)
+        with critical():  # so a finaliser that the collector runs here does not ask the server, and wait for itself
+            while (message := _receive(self._socket, Spawned | Ended)) is not None:
+                if isinstance(message, Ended):
+                    self._ended[message.pid] = message.status
+                else:
+                    self._on_spawned(message)
         self._gone = True
+
+    def _on_spawned(self, message: Spawned) -> None:
+        self._answered = True
+        with self._lock:
+            for pid in message.pids:
+                self._ended.pop(pid, None)  # of an earlier child: the system uses numbers again
+            is_unwanted = message.number in self._unwanted
+            self._unwanted.discard(message.number)
+            if not is_unwanted:
+                self._spawned[message.number] = message.pids
+        if is_unwanted:
+            self._end(message.pids)
 
     def close(self) -> None:
         """Ends the server and all of its children. Any number of times. A fork of the owner closes its copy only."""
@@ -220,7 +220,7 @@ class ForkServer:
 
 
 def serve(fd: int, owner: int) -> None:
-    """The server's whole life: forks on request, reports who has ended, ends with its owner."""
+    """Runs the server: forks on request, reports children that have ended, ends with its owner."""
     owner_fd = os.pidfd_open(owner)
     if os.getppid() != owner:
         return
@@ -228,7 +228,7 @@ def serve(fd: int, owner: int) -> None:
     wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    # What is here now stays: the children's collectors need not look at it, and memory that they don't touch is shared.
+    # Objects that are here now stay: children's collectors need not look at them, and untouched memory is shared.
     gc.collect()
     gc.freeze()
     children: dict[int, float] = {}  # pid -> when to kill it
@@ -251,7 +251,7 @@ def serve(fd: int, owner: int) -> None:
             if isinstance(request, Spawn):
                 pids = [_fork(job, [sock, wake_read, wake_write, owner_fd]) for job in request.jobs]
                 children.update(dict.fromkeys(pids, float("inf")))
-                with contextlib.suppress(OSError):  # the owner has ended, which the next look at it tells
+                with contextlib.suppress(OSError):  # the owner has ended: the next poll says so
                     _send(sock, Spawned(request.number, pids))
             else:
                 for pid in set(request.pids) & set(children):
@@ -316,6 +316,9 @@ def _fork(job: Job, to_close: list[Any]) -> int:
         os._exit(status)
 
 
+# -- messages between the two ----------------------------------------------------------------------------
+
+
 def _send(sock: socket.socket, message: Any) -> None:
     data = msgspec.msgpack.encode(message)
     sock.sendall(_LENGTH.pack(len(data)) + data)
@@ -324,16 +327,17 @@ def _send(sock: socket.socket, message: Any) -> None:
 def _receive(sock: socket.socket, type_: Any) -> Any:
     """The next message; None at the end."""
     try:
-        head = sock.recv(_LENGTH.size, socket.MSG_WAITALL)
-        if len(head) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack(head)
-        data = b""
-        while len(data) < length:
-            piece = sock.recv(length - len(data))
-            if not piece:
-                return None
-            data += piece
-    except OSError:
+        (length,) = _LENGTH.unpack(_read_exactly(sock, _LENGTH.size))
+        return msgspec.msgpack.decode(_read_exactly(sock, length), type=type_)
+    except (OSError, EOFError):
         return None
-    return msgspec.msgpack.decode(data, type=type_)
+
+
+def _read_exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = sock.recv(count - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return data

@@ -43,7 +43,7 @@ class _Request:
         # client's thread would wait for that when it sets the event.
         self._answered = threading.Lock()
         self._answered.acquire()
-        self.abandoned = False  # its caller has given up
+        self.abandoned = False  # its caller waits no longer
         self.result: Any = None
         self.error: BaseException | None = None
 
