@@ -106,7 +106,7 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """Where the group meets, for `telegrad top` (nowhere with transport="inproc")."""
+        """The address of the group's store, for `telegrad top` (empty with transport="inproc")."""
         return self._address
 
     def call(self, to: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

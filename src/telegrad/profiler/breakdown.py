@@ -1,4 +1,4 @@
-"""Where a worker's time went: each moment is one of compute, serialise, wire, wait or idle.
+"""The time of a worker, by state: each moment is one of compute, serialise, wire, wait or idle.
 
 A worker has several threads. The first state in this list that any of them is in is the worker's at that moment. While
 no thread works, a message on its way to or from the worker makes the moment `wire`; else a thread that waits makes it

@@ -79,7 +79,7 @@ class _Picture:
         self._decorate(unit)
 
     def _box(self, left: float, right: float) -> tuple[float, float]:
-        """Where to draw something, and how wide."""
+        """The left edge of something in the picture, and its width."""
         left, right = max(left, self._start), min(right, self._end)
         return (left - self._start) * self._scale, (right - left) * self._scale
 

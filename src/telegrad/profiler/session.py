@@ -108,7 +108,7 @@ class profile(torch.profiler.profile):
         self._result().save(path)
 
     def summary(self) -> Summary:
-        """Where the time of a step went on each worker, and the critical path."""
+        """The time of a step on each worker, by what it did, and the critical path."""
         return self._result().summary()
 
     def events(self, *, group_by_worker: bool = False) -> EventList:
