@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import itertools
 import os
 import select
 import signal
@@ -21,6 +20,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -51,14 +51,12 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
-    number: int
     jobs: list[Job]
 
 
 class Spawned(msgspec.Struct, frozen=True, tag=True):
-    """The answer to the request with that number."""
+    """The answer to the oldest Spawn that has none."""
 
-    number: int
     pids: list[int]
 
 
@@ -69,15 +67,20 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     status: int
 
 
+class _Request:
+    """A Spawn that was sent. Guarded by the ForkServer's lock."""
+
+    pids: list[int] | None = None  # the answer
+    is_given_up = False
+
+
 class ForkServer:
     """The owner's side. Can serve several clusters, one after the other or at once."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()  # a fork of this process has a copy of the socket, which it must not use
-        self._lock = threading.Lock()  # guards the four below, and the writing
-        self._numbers = itertools.count(1)
-        self._spawned: dict[int, list[int]] = {}  # answers that are waited for, by the number of the request
-        self._unwanted: set[int] = set()  # requests that were given up before their answer came
+        self._lock = threading.Lock()  # guards the two below, and the writing
+        self._requests: deque[_Request] = deque()  # without an answer, in the order in which they were sent
         self._ended: dict[int, int] = {}
         self._answered = False
         self._gone = False
@@ -117,32 +120,27 @@ class ForkServer:
             raise ClusterError(
                 f"the ForkServer belongs to process {self._pid}, of which this one is a fork; start another one here"
             )
-        number = next(self._numbers)
+        request = _Request()
         with critical():
             try:
-                self._send(Spawn(number, jobs))
-                if not poll_until(lambda: number in self._spawned or self._gone, timeout):
+                self._send(Spawn(jobs), request)
+                if not poll_until(lambda: request.pids is not None or self._gone, timeout):
                     raise ClusterError(
                         f"the process that forks workers did not answer within {timeout:.0f} s; its output says why"
                     )
-                if self._gone:
+                if request.pids is None or self._gone:
                     raise ClusterError("the process that forks workers ended; its output says why")
+                return request.pids
             except BaseException:
-                self._give_up(number)
+                with self._lock:
+                    request.is_given_up = True
+                self._end_if_given_up(request)
                 raise
-            return self._spawned.pop(number)
 
-    def _give_up(self, number: int) -> None:
-        with self._lock:
-            pids = self._spawned.pop(number, None)
-            if pids is None:
-                self._unwanted.add(number)
-        if pids is not None:
-            self._end(pids)
-
-    def _end(self, pids: list[int]) -> None:
-        with contextlib.suppress(ClusterError):  # the server is gone, and its children with it
-            self._send(Stop(pids, 0.0))
+    def _end_if_given_up(self, request: _Request) -> None:
+        if request.is_given_up and request.pids is not None:
+            with contextlib.suppress(ClusterError):  # the server is gone, and its children with it
+                self._send(Stop(request.pids, 0.0))
 
     def stop(self, pids: list[int], grace: float) -> None:
         """Ends children: asks them with SIGTERM, kills them after `grace` seconds, and waits for their end. In a fork
@@ -160,9 +158,11 @@ class ForkServer:
         """The exit status of a child; None while it runs."""
         return self._ended.get(pid, -signal.SIGKILL if self._gone else None)
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: Any, request: _Request | None = None) -> None:
         try:
             with self._lock:
+                if request is not None:
+                    self._requests.append(request)
                 _send(self._socket, message)
         except OSError as error:
             raise ClusterError(f"the process that forks workers has ended: {error}") from error
@@ -181,12 +181,9 @@ class ForkServer:
         with self._lock:
             for pid in message.pids:
                 self._ended.pop(pid, None)  # of an earlier child: the system uses numbers again
-            is_unwanted = message.number in self._unwanted
-            self._unwanted.discard(message.number)
-            if not is_unwanted:
-                self._spawned[message.number] = message.pids
-        if is_unwanted:
-            self._end(message.pids)
+            request = self._requests.popleft()
+            request.pids = message.pids
+        self._end_if_given_up(request)
 
     def close(self) -> None:
         """Ends the server and all of its children. Any number of times. A fork of the owner closes its copy only."""
@@ -252,7 +249,7 @@ def serve(fd: int, owner: int) -> None:
                 pids = [_fork(job, [sock, wake_read, wake_write, owner_fd]) for job in request.jobs]
                 children.update(dict.fromkeys(pids, float("inf")))
                 with contextlib.suppress(OSError):  # the owner has ended: the next poll says so
-                    _send(sock, Spawned(request.number, pids))
+                    _send(sock, Spawned(pids))
             else:
                 for pid in set(request.pids) & set(children):
                     os.kill(pid, signal.SIGTERM)

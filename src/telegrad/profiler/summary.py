@@ -106,19 +106,6 @@ class Summary:
             lines.append("  ".join(cells).rstrip())
         return "\n".join([*lines, *self._lines_below()])
 
-    def __rich__(self) -> Any:
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(title=self._title(), title_justify="left", box=None, pad_edge=False)
-        header, *rows = self._rows()
-        for place, title in enumerate(header):
-            table.add_column(title, justify="right" if place else "left")
-        for row in rows:
-            table.add_row(*map(Text, row))
-        return Group(table, *map(Text, self._lines_below()))
-
 
 def _link(what: str, name: str) -> str:
     return {"compute": name, "wire": f"{name} (wire)", "wait": f"waiting: {name}"}[what]
