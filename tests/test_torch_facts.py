@@ -362,16 +362,21 @@ def test_dynamo_can_be_told_to_run_a_function_as_it_is() -> None:
 # -- profilers ---------------------------------------------------------------------------------------------
 
 
-@fact_of("ExperimentalConfig", "is_newer_profiler_on")
+@fact_of("ExperimentalConfig", "is_newer_profiler_on", "prepare_newer_profile", "start_newer_profile")
 def test_the_newer_profiler_records_all_threads_and_says_that_it_is_on() -> None:
     assert not _torch.is_newer_profiler_on()
     config = _torch.ExperimentalConfig(profile_all_threads=True)
-    with profiler.profile(use_kineto=True, experimental_config=config) as found:
+    found = profiler.profile(use_kineto=True, experimental_config=config)
+    _torch.prepare_newer_profile(found)
+    _torch.start_newer_profile(found)
+    try:
         assert _torch.is_newer_profiler_on()
         assert not _torch.profiler_enabled()  # by a profile of this thread: so a callee may start a legacy one
         thread = threading.Thread(target=lambda: torch.ones(3) * 2)
         thread.start()
         thread.join(20)
+    finally:
+        found.__exit__(None, None, None)
     assert not _torch.is_newer_profiler_on()
     assert any(event.name() == "aten::mul" for event in found.kineto_results.events())
 

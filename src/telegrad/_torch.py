@@ -51,5 +51,7 @@ ExperimentalConfig = _C._profiler._ExperimentalConfig
 profiler_enabled = _C._autograd._profiler_enabled
 enable_legacy_profiler = _C._autograd._enable_profiler_legacy
 disable_legacy_profiler = _C._autograd._disable_profiler_legacy
+prepare_newer_profile = torch.autograd.profiler.profile._prepare_trace
+start_newer_profile = torch.autograd.profiler.profile._start_trace
 is_newer_profiler_on = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 parse_legacy_records = cast(Any, torch.autograd.profiler_legacy)._parse_legacy_records

@@ -23,7 +23,6 @@ from ..messages import Settings
 from ..primitives.current import current_worker
 from ..runtime import profiled_calls
 from ..runtime.profiled_calls import ActiveProfile
-from ..runtime.torch_profiler import FOLLOWS_CALLS
 
 Profile = Any
 Records = Any  # of the legacy profiler, of one call
@@ -85,10 +84,9 @@ def _follow(kind: Profile) -> None:
     start_trace, exit_ = kind._start_trace, kind.__exit__
 
     def _start_trace(self: Profile) -> None:
-        if getattr(self, FOLLOWS_CALLS, True):
-            settings = Settings(bool(self.record_shapes), bool(self.profile_memory), bool(self.with_flops))
-            asks = kind is legacy.profile or follows_newer
-            self._telegrad = profiled_calls.thread.active = ActiveProfile(settings, asks_callees=asks)
+        settings = Settings(bool(self.record_shapes), bool(self.profile_memory), bool(self.with_flops))
+        asks = kind is legacy.profile or follows_newer
+        self._telegrad = profiled_calls.thread.active = ActiveProfile(settings, asks_callees=asks)
         try:
             start_trace(self)
         except BaseException:

@@ -106,6 +106,11 @@ class Summary:
             lines.append("  ".join(cells).rstrip())
         return "\n".join([*lines, *self._lines_below()])
 
+    def __rich__(self) -> Any:
+        from rich.text import Text
+
+        return Text(str(self))  # as it is: rich would show the fields of a dataclass
+
 
 def _link(what: str, name: str) -> str:
     return {"compute": name, "wire": f"{name} (wire)", "wait": f"waiting: {name}"}[what]

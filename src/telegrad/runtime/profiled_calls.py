@@ -20,7 +20,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.profiler import record_function
@@ -104,18 +104,12 @@ def is_local_only() -> bool:
 # -- at the caller -----------------------------------------------------------------------------------------
 
 
-class Profiled:
+class Profiled(NamedTuple):
     """An answer's value with the callee's events."""
 
-    __slots__ = ("events", "seconds", "value")
-
-    def __init__(self, value: Any, events: list[Event], seconds: float) -> None:
-        self.value = value
-        self.events = events
-        self.seconds = seconds  # from the start of the function to its result
-
-    def __reduce__(self) -> Any:
-        return Profiled, (self.value, self.events, self.seconds)
+    value: Any
+    events: list[Event]
+    seconds: float  # from the start of the function to its result
 
 
 class ProfiledCall:
@@ -143,8 +137,7 @@ class ProfiledCall:
         """Takes the callee's events out of an answer; returns the function's own result. On any thread."""
         self._took = time.perf_counter() - self._began
         if type(value) is Profiled:
-            self._answer, value = value, value.value
-            self._answer.value = None
+            self._answer, value = value._replace(value=None), value.value
         if self._caller_waits:
             self.sent()
         self.is_answered.set_result(None)

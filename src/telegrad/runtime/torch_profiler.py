@@ -20,10 +20,8 @@ from typing import Any
 import torch
 from torch.autograd import profiler as kineto
 
-from .._torch import ExperimentalConfig, is_newer_profiler_on
+from .._torch import ExperimentalConfig, is_newer_profiler_on, prepare_newer_profile, start_newer_profile
 from ..messages import Settings
-
-FOLLOWS_CALLS = "_telegrad_follows_calls"  # on a profile of torch's, where False: it wants no calls in it
 
 _lock = threading.Lock()  # guards the look at _session before it is set
 _has_started = False
@@ -49,10 +47,9 @@ class Operators:
             _session = session
         try:
             profile = _profile(settings)
-            setattr(profile, FOLLOWS_CALLS, False)
             with _quietly():
-                profile._prepare_trace()
-                profile._start_trace()
+                prepare_newer_profile(profile)
+                start_newer_profile(profile)  # torch's own method, also where compat has replaced it: no calls in it
         except BaseException as error:
             _session = ""
             if not isinstance(error, Exception):
