@@ -6,6 +6,7 @@ torch that changes one of them shows there first.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -50,3 +51,7 @@ ExperimentalConfig = _C._profiler._ExperimentalConfig
 profiler_enabled = _C._autograd._profiler_enabled
 enable_legacy_profiler = _C._autograd._enable_profiler_legacy
 disable_legacy_profiler = _C._autograd._disable_profiler_legacy
+prepare_newer_profile = torch.autograd.profiler.profile._prepare_trace
+start_newer_profile = torch.autograd.profiler.profile._start_trace
+is_newer_profiler_on = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
+parse_legacy_records = cast(Any, torch.autograd.profiler_legacy)._parse_legacy_records

@@ -1,10 +1,10 @@
-"""The one hook for profiler, statistics, command line and dashboard: they are only readers.
+"""Events: the one hook for profiler, statistics, command line and dashboard, which are only readers.
 
-Each stage of a message's way is reported here. With no subscriber the cost is one truth test.
+A worker reports each stage of a message here. With no subscriber the cost is one truth test.
 
     send      encoding and writing; from `write` on, writing
     read      taken out of its connection
-    receive   handing it to whoever it is for, and all that they do with it at once
+    receive   handling it, up to where another thread takes over
     decode    rebuilding its body
     run       the function of a call
     wait      for an answer, or for something of a pass
@@ -45,7 +45,7 @@ class Events:
         self._changing = threading.Lock()  # guards the replacing
 
     def subscribe(self, subscriber: Callable[[Event], None]) -> Callable[[], None]:
-        """Calls `subscriber` with each event, on the thread where it happens. Returns what ends it."""
+        """Calls `subscriber` with each event, on the thread where it happens. Returns a function that ends it."""
         with self._changing:
             self.subscribers = (*self.subscribers, subscriber)
 

@@ -202,7 +202,7 @@ def test_ctrl_c_at_many_lines_of_an_end(server):
 
 
 def test_the_answer_to_a_request_that_was_given_up_goes_to_no_other_request(server):
-    """The server answers each request with its number; processes that are not wanted any more are ended."""
+    """The server answers requests in their order; processes that are not wanted any more are ended."""
     stopped = server._process.pid
     os.kill(stopped, signal.SIGSTOP)
     try:
@@ -212,8 +212,7 @@ def test_the_answer_to_a_request_that_was_given_up_goes_to_no_other_request(serv
         os.kill(stopped, signal.SIGCONT)
     check_next_cluster(server)
     check_nothing_is_left(server)
-    assert not server._spawned
-    assert not server._unwanted
+    assert not server._requests
 
 
 def test_the_handler_is_restored():

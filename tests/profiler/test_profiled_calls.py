@@ -13,7 +13,7 @@ import torch
 from torch.autograd import profiler_legacy
 
 import telegrad
-from telegrad import autograd, profiler, rpc
+from telegrad import autograd, compat, profiler, rpc
 from telegrad.runtime import profiled_calls
 
 CPU = [torch.profiler.ProfilerActivity.CPU]
@@ -25,8 +25,9 @@ PROFILES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def torch_has_printed_what_it_prints() -> None:
-    """The first profile of torch's imports much, and keeps a file open."""
+def torch_profiles_have_calls_in_them() -> None:
+    """And torch has printed what it prints: its first profile imports much, and keeps a file open."""
+    compat.follow_profiles()
     with torch.profiler.profile(activities=CPU):
         pass
 
@@ -98,7 +99,7 @@ def test_every_kind_of_call(workers: telegrad.LocalCluster, profile: Callable[[]
         rpc.rpc_async("w1", multiply, args=(torch.ones(3),)).wait()
         value = rpc.remote("w1", multiply, args=(torch.ones(3),))
         value.to_here()
-        profiled_calls._thread.active.calls[1].is_answered.wait()  # the creation's answer comes after the value
+        profiled_calls.thread.active.calls[1].is_answered.wait()  # the creation's answer comes after the value
         assert rpc.rpc_async("w1", relay_async, args=(torch.ones(3),)).wait().tolist() == [2, 2, 2]
     found = set(remote_names(prof))
     assert "rpc_async#multiply(w0 -> w1)#remote_op: aten::mul" in found
@@ -209,10 +210,11 @@ def test_a_call_that_a_profiled_worker_makes_by_itself(workers: telegrad.LocalCl
 
 
 def test_the_drop_in_leaves_torchs_newer_profiler_alone(
-    workers: telegrad.LocalCluster, monkeypatch: pytest.MonkeyPatch
+    workers: telegrad.LocalCluster, request: pytest.FixtureRequest
 ) -> None:
     """PyTorch's own suite wants it so; install(torch_profiler=True) has it otherwise."""
-    monkeypatch.setattr(profiled_calls, "asks_with_kineto", False)
+    compat.follow_profiles(newer=False)
+    request.addfinalizer(compat.follow_profiles)
     for make, is_asked in ((PROFILES["torch.profiler"], False), (profiler_legacy.profile, True)):
         with make() as prof:
             rpc.rpc_sync("w1", multiply, args=(torch.ones(3),))

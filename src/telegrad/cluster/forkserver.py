@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import itertools
 import os
 import select
 import signal
@@ -21,6 +20,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -44,21 +44,19 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End these children: politely at first, for so many seconds."""
+    """Asks for the end of these children: with SIGTERM at first, with SIGKILL after so many seconds."""
 
     pids: list[int]
     grace: float
 
 
 class Spawn(msgspec.Struct, frozen=True, tag=True):
-    number: int
     jobs: list[Job]
 
 
 class Spawned(msgspec.Struct, frozen=True, tag=True):
-    """The answer to the request with that number."""
+    """The answer to the oldest Spawn that has none."""
 
-    number: int
     pids: list[int]
 
 
@@ -69,15 +67,20 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     status: int
 
 
+class _Request:
+    """A Spawn that was sent. Guarded by the ForkServer's lock."""
+
+    pids: list[int] | None = None  # the answer
+    is_given_up = False
+
+
 class ForkServer:
     """The owner's side. Can serve several clusters, one after the other or at once."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()  # a fork of this process has a copy of the socket, which it must not use
-        self._lock = threading.Lock()  # guards the four below, and the writing
-        self._numbers = itertools.count(1)
-        self._spawned: dict[int, list[int]] = {}  # answers that are waited for, by the number of the request
-        self._unwanted: set[int] = set()  # requests that were given up before their answer came
+        self._lock = threading.Lock()  # guards the two below, and the writing
+        self._requests: deque[_Request] = deque()  # without an answer, in the order in which they were sent
         self._ended: dict[int, int] = {}
         self._answered = False
         self._gone = False
@@ -103,12 +106,12 @@ class ForkServer:
                 start_new_session=True,  # Ctrl-C is for the owner, who ends the children in order
                 env={**os.environ, "PYTHONPATH": path},
             )
-        self._reader = threading.Thread(target=self._run_reader, name="telegrad-forkserver", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="telegrad-forkserver", daemon=True)
         self._reader.start()
 
     def spawn(self, jobs: list[Job], timeout: float) -> list[int]:
-        """Forks one process per job; their process ids. If the caller is interrupted or the time is over, the processes
-        are ended as soon as the server says which they are.
+        """Forks one process per job; returns their process ids. If the caller is interrupted or the time is over, the
+        processes are ended as soon as the server names them.
 
         Raises:
             ClusterError: the server did not start, or has ended.
@@ -117,32 +120,27 @@ class ForkServer:
             raise ClusterError(
                 f"the ForkServer belongs to process {self._pid}, of which this one is a fork; start another one here"
             )
-        number = next(self._numbers)
+        request = _Request()
         with critical():
             try:
-                self._send(Spawn(number, jobs))
-                if not poll_until(lambda: number in self._spawned or self._gone, timeout):
+                self._send(Spawn(jobs), request)
+                if not poll_until(lambda: request.pids is not None or self._gone, timeout):
                     raise ClusterError(
                         f"the process that forks workers did not answer within {timeout:.0f} s; its output says why"
                     )
-                if self._gone:
+                if request.pids is None or self._gone:
                     raise ClusterError("the process that forks workers ended; its output says why")
+                return request.pids
             except BaseException:
-                self._give_up(number)
+                with self._lock:
+                    request.is_given_up = True
+                self._end_if_given_up(request)
                 raise
-            return self._spawned.pop(number)
 
-    def _give_up(self, number: int) -> None:
-        with self._lock:
-            pids = self._spawned.pop(number, None)
-            if pids is None:
-                self._unwanted.add(number)
-        if pids is not None:
-            self._end(pids)
-
-    def _end(self, pids: list[int]) -> None:
-        with contextlib.suppress(ClusterError):  # the server is gone, and its children with it
-            self._send(Stop(pids, 0.0))
+    def _end_if_given_up(self, request: _Request) -> None:
+        if request.is_given_up and request.pids is not None:
+            with contextlib.suppress(ClusterError):  # the server is gone, and its children with it
+                self._send(Stop(request.pids, 0.0))
 
     def stop(self, pids: list[int], grace: float) -> None:
         """Ends children: asks them with SIGTERM, kills them after `grace` seconds, and waits for their end. In a fork
@@ -157,36 +155,35 @@ class ForkServer:
             poll_until(lambda: self._gone or all(pid in self._ended for pid in pids), grace + 10)
 
     def status(self, pid: int) -> int | None:
-        """How a child has ended; None while it runs."""
+        """The exit status of a child; None while it runs."""
         return self._ended.get(pid, -signal.SIGKILL if self._gone else None)
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: Any, request: _Request | None = None) -> None:
         try:
             with self._lock:
+                if request is not None:
+                    self._requests.append(request)
                 _send(self._socket, message)
         except OSError as error:
             raise ClusterError(f"the process that forks workers has ended: {error}") from error
 
-    def _run_reader(self) -> None:
-        with critical():  # so a finaliser that the collector runs here does not ask the server, and wait for itself
-            self._read()
-
     def _read(self) -> None:
-        while (message := _receive(self._socket, Spawned | Ended)) is not None:
-            if isinstance(message, Ended):
-                self._ended[message.pid] = message.status
-                continue
-            self._answered = True
-            with self._lock:
-                for pid in message.pids:
-                    self._ended.pop(pid, None)  # of an earlier child: the system uses numbers again
-                unwanted = message.number in self._unwanted
-                self._unwanted.discard(message.number)
-                if not unwanted:
-                    self._spawned[message.number] = message.pids
-            if unwanted:
-                self._end(message.pids)
+        with critical():  # so a finaliser that the collector runs here does not ask the server, and wait for itself
+            while (message := _receive(self._socket, Spawned | Ended)) is not None:
+                if isinstance(message, Ended):
+                    self._ended[message.pid] = message.status
+                else:
+                    self._on_spawned(message)
         self._gone = True
+
+    def _on_spawned(self, message: Spawned) -> None:
+        self._answered = True
+        with self._lock:
+            for pid in message.pids:
+                self._ended.pop(pid, None)  # of an earlier child: the system uses numbers again
+            request = self._requests.popleft()
+            request.pids = message.pids
+        self._end_if_given_up(request)
 
     def close(self) -> None:
         """Ends the server and all of its children. Any number of times. A fork of the owner closes its copy only."""
@@ -220,7 +217,7 @@ class ForkServer:
 
 
 def serve(fd: int, owner: int) -> None:
-    """The server's whole life: forks on request, reports who has ended, ends with its owner."""
+    """Runs the server: forks on request, reports children that have ended, ends with its owner."""
     owner_fd = os.pidfd_open(owner)
     if os.getppid() != owner:
         return
@@ -228,7 +225,7 @@ def serve(fd: int, owner: int) -> None:
     wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    # What is here now stays: the children's collectors need not look at it, and memory that they don't touch is shared.
+    # Objects that are here now stay: children's collectors need not look at them, and untouched memory is shared.
     gc.collect()
     gc.freeze()
     children: dict[int, float] = {}  # pid -> when to kill it
@@ -251,8 +248,8 @@ def serve(fd: int, owner: int) -> None:
             if isinstance(request, Spawn):
                 pids = [_fork(job, [sock, wake_read, wake_write, owner_fd]) for job in request.jobs]
                 children.update(dict.fromkeys(pids, float("inf")))
-                with contextlib.suppress(OSError):  # the owner has ended, which the next look at it tells
-                    _send(sock, Spawned(request.number, pids))
+                with contextlib.suppress(OSError):  # the owner has ended: the next poll says so
+                    _send(sock, Spawned(pids))
             else:
                 for pid in set(request.pids) & set(children):
                     os.kill(pid, signal.SIGTERM)
@@ -316,6 +313,9 @@ def _fork(job: Job, to_close: list[Any]) -> int:
         os._exit(status)
 
 
+# -- messages between the two ----------------------------------------------------------------------------
+
+
 def _send(sock: socket.socket, message: Any) -> None:
     data = msgspec.msgpack.encode(message)
     sock.sendall(_LENGTH.pack(len(data)) + data)
@@ -324,16 +324,17 @@ def _send(sock: socket.socket, message: Any) -> None:
 def _receive(sock: socket.socket, type_: Any) -> Any:
     """The next message; None at the end."""
     try:
-        head = sock.recv(_LENGTH.size, socket.MSG_WAITALL)
-        if len(head) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack(head)
-        data = b""
-        while len(data) < length:
-            piece = sock.recv(length - len(data))
-            if not piece:
-                return None
-            data += piece
-    except OSError:
+        (length,) = _LENGTH.unpack(_read_exactly(sock, _LENGTH.size))
+        return msgspec.msgpack.decode(_read_exactly(sock, length), type=type_)
+    except (OSError, EOFError):
         return None
-    return msgspec.msgpack.decode(data, type=type_)
+
+
+def _read_exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = sock.recv(count - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return data

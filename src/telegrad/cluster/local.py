@@ -17,14 +17,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import msgspec
 import torch
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from ..errors import ClusterError, PeerLostError, TelegradError
+from ..errors import ClusterError, TelegradError
 from ..options import Options
 from ..primitives import clock, current
 from ..primitives.futures import Future
@@ -37,7 +36,7 @@ from .forkserver import ForkServer, Job
 
 
 class _Seat(msgspec.Struct, frozen=True):
-    """What a child needs to become a worker."""
+    """The arguments of run_child()."""
 
     name: str
     port: int
@@ -73,19 +72,18 @@ class LocalCluster:
     ) -> None:
         if transport not in ("unix", "tcp", "inproc"):
             raise ValueError(f"transport is {transport!r}; choose 'unix', 'tcp' or 'inproc'")
-        everybody = [driver, *names]
-        for name in everybody:
+        all_names = [driver, *names]
+        for name in all_names:
             check_name(name)
-        repeated = sorted({name for name in everybody if everybody.count(name) > 1})
+        repeated = sorted({name for name in all_names if all_names.count(name) > 1})
         if repeated:
             raise ValueError(f"names must be unique; repeated: {repeated} (the caller's is {driver!r})")
         self.names = tuple(names)
         self._transport = transport
         self._driver = driver
-        options = options or Options()
+        self._options = options or Options()
         if transport == "tcp":
-            options = replace(options, transports=("tcp",))
-        self._options = options
+            self._options = replace(self._options, transports=("tcp",))
         self._given_server = self._server = server
         self._start_timeout = start_timeout
         self._undo: list[Callable[[], Any]] = []  # how to end what was started, the newest first
@@ -108,7 +106,7 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """Where the group meets, for `telegrad top` (nowhere with transport="inproc")."""
+        """The address of the group's store, for `telegrad top` (empty with transport="inproc")."""
         return self._address
 
     def call(self, to: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +114,7 @@ class LocalCluster:
         return self.worker.call(to, function, args, kwargs)
 
     def call_async(self, to: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
-        """Runs a function on a worker; a future of its result."""
+        """Runs a function on a worker and returns a future of its result."""
         return self.worker.call_async(to, function, args, kwargs)
 
     # -- starting and ending ---------------------------------------------------------------------------
@@ -136,9 +134,7 @@ class LocalCluster:
             run_all(self._undo)
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             run_all(self._undo)
         finally:
@@ -169,8 +165,7 @@ class LocalCluster:
             current.set_default_worker(self._worker)
 
     def _start_in_process(self) -> None:
-        store = HashStore()
-        hub = Hub()
+        store, hub = HashStore(), Hub()
         for name in (self._driver, *self.names):
             worker = Worker.start(name, Group(store, None, self._start_timeout), self._options, hub=hub)
             self._at_end(worker.close, graceful=False)
@@ -189,10 +184,9 @@ class LocalCluster:
         self._at_end(self._worker.close, graceful=False)
         options = asdict(self._options)
         path = [os.path.abspath(p) if p else os.getcwd() for p in sys.path]
-        jobs = []
-        for name in self.names:
-            seat = _Seat(name, store.port, options, path, os.getcwd())
-            jobs.append(Job(name, "telegrad.cluster.local:run_child", msgspec.msgpack.encode(seat)))
+        seats = [_Seat(name, store.port, options, path, os.getcwd()) for name in self.names]
+        child = "telegrad.cluster.local:run_child"
+        jobs = [Job(seat.name, child, msgspec.msgpack.encode(seat)) for seat in seats]
         pids = server.spawn(jobs, max(0.0, deadline - clock.now()))
         self._pids = dict(zip(self.names, pids, strict=True))
         self._at_end(server.stop, pids, 2.0)
@@ -219,7 +213,7 @@ class LocalCluster:
 
 
 def run_child(argument: bytes) -> None:
-    """The life of a forked worker: serves until it is told to end."""
+    """Runs a forked worker, which serves until SIGTERM."""
     seat = msgspec.msgpack.decode(argument, type=_Seat)
     sys.path[:] = seat.path
     with contextlib.suppress(OSError):
@@ -232,5 +226,5 @@ def run_child(argument: bytes) -> None:
     worker = Worker.start(seat.name, Group(store, None, options.init_timeout), options)
     current.set_default_worker(worker)
     end.wait()
-    with contextlib.suppress(TelegradError, PeerLostError):
+    with contextlib.suppress(TelegradError):
         worker.close(graceful=False)

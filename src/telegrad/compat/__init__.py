@@ -3,16 +3,16 @@
     install()                                    from now on, in this process and in those that it starts
     python -m telegrad.compat script.py ARGS     the same for a whole script
 
-What is replaced are names inside of torch's own modules, so `import torch.distributed.rpc as rpc` gives the same module
-as ever, with telegrad's functions in it. Code that has imported single names before gets telegrad's as well.
+Names inside of torch's own modules are replaced, so `import torch.distributed.rpc as rpc` gives the same module as
+ever, with telegrad's functions in it. Code that has imported single names before gets telegrad's as well.
 
-    replacing.py   which name of which module becomes what
-    agent.py       what torch's Python code expects of an RPC agent, on a Worker
+    replacing.py   install(): which name of which module becomes what
+    agent.py       a Worker as torch's Python code expects an RPC agent
     calls.py       rpc_sync, rpc_async, remote, with what torch's do besides calling
-    profiling.py   torch's private profiler of all threads that serve
-    children.py    processes that multiprocessing starts
+    profiling.py   torch's profilers
 """
 
+from .profiling import follow_profiles
 from .replacing import install, is_installed
 
-__all__ = ["install", "is_installed"]
+__all__ = ["follow_profiles", "install", "is_installed"]

@@ -1,7 +1,7 @@
-"""Agent: what torch's Python code expects of an RPC agent, on a Worker.
+"""Agent: a Worker as torch's Python code expects an RPC agent.
 
-torch's init_rpc() and shutdown() are Python around an agent in C++. They stay as they are: `start` is what the backend
-registry now has for TENSORPIPE, and the functions below take the places of those in C++.
+torch's init_rpc() and shutdown() are Python around an agent in C++. They stay as they are: the backend registry has
+`start` for TENSORPIPE, and the functions below take the places of those in C++.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..worker import Worker
 
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
 _LONGEST_NAME = 128
-_LAST_DROPS = 5.0  # seconds; what others gave back before they came to the end may still be on its way
+_LAST_DROPS = 5.0  # seconds; credits that others returned before they came to the end may still be on their way
 
 
 class Agent:
@@ -37,7 +37,7 @@ class Agent:
         self.leaks: dict[int, list[str]] = {}  # at the end: values that others still have RRefs to
         self.measures_gil = False
 
-    # What torch's shutdown() asks. Groups of any kind end in the same way here: it need tell nobody who leaves.
+    # torch's shutdown() asks for it. Groups of any kind end in the same way here: it need not say that it leaves.
     is_static_group = True
 
     def get_worker_info(self, worker: str | int | None = None) -> messages.WorkerInfo:
@@ -74,7 +74,7 @@ class Agent:
             kept = self.worker.references.kept_for_others
             if not poll_until(lambda: not kept(), _LAST_DROPS):
                 self.leaks = kept()
-            self.worker.meet("references_checked", 2 * _LAST_DROPS)  # whoever leaves has no RRefs any more
+            self.worker.meet("references_checked", 2 * _LAST_DROPS)  # a worker that leaves has no RRefs any more
 
     def sync(self) -> None:
         """Nothing waits to be sent: a call is written before it returns."""
@@ -126,14 +126,14 @@ class WorkerInfo(metaclass=_CheckedName):
     """telegrad's WorkerInfo; where a program makes one itself, with torch's rules for names."""
 
 
-# -- what stands in the places of torch's C++ functions ---------------------------------------------------
+# -- in the places of torch's C++ functions ---------------------------------------------------
 
 _agents: WeakKeyDictionary[Worker, Agent] = WeakKeyDictionary()
 _torch_options: Any = None  # of the default worker
 
 
 def start_with(options: Options) -> Callable[..., Agent]:
-    """What the backend registry calls to start an agent. `options` hold where torch's own say nothing."""
+    """The function that the backend registry calls to start an agent. `options` hold where torch's own say nothing."""
 
     def start(store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any) -> Agent:
         from torch.distributed.rpc import TensorPipeRpcBackendOptions
@@ -162,7 +162,7 @@ def is_set() -> bool:
 
 
 def get_agent() -> Agent:
-    """Of the current worker. One that is still starting up may serve calls already, which ask for it."""
+    """The current worker's agent. A worker that is still starting up may serve calls already, which ask for it."""
     worker = current_worker()
     return _agents.setdefault(worker, Agent(worker, _torch_options))
 
@@ -198,12 +198,12 @@ def wait_all_workers(timeout: float = 0) -> None:
 
 
 def delete_all_handles(timeout: float = 0) -> None:
-    """All RRefs of this worker end; values that nobody else has RRefs to go."""
+    """Ends all RRefs of this worker; values that no other worker has RRefs to go."""
     current_worker().references.let_all_go()
 
 
 def destroy_references(ignore_leaks: bool) -> list[str]:
-    """At the end of a worker. Raises if others still have RRefs to its values and that is not to be ignored."""
+    """Raises, at the end of a worker, if others still have RRefs to its values and that is not to be ignored."""
     leaks = get_agent().leaks
     if leaks and not ignore_leaks:
         raise RuntimeError(
@@ -234,4 +234,4 @@ def enable_gil_profiling(enabled: bool) -> None:
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """For what torch's agent needs done and telegrad's does not."""
+    """Does what torch's agent needs done and telegrad's does not."""

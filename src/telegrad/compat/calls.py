@@ -1,4 +1,4 @@
-"""rpc_sync, rpc_async and remote with what torch's do besides calling."""
+"""rpc_sync, rpc_async, remote and backward with what torch's do besides calling."""
 
 from __future__ import annotations
 
@@ -11,63 +11,53 @@ import torch.distributed.rpc.api as torch_api
 
 from .. import autograd, rpc
 from ..errors import CallTimeoutError, GradientError, PeerLostError, UnknownWorkerError
+from ..rpc import UNSET_TIMEOUT
 from ..rref import RRef
 from ..runtime import profiled_calls
 
-UNSET_TIMEOUT = rpc.UNSET_TIMEOUT
+Future = torch.futures.Future[Any]
 
 
-def rpc_sync(
-    to: Any,
-    func: Any,
-    args: Sequence[Any] | None = None,
-    kwargs: dict[str, Any] | None = None,
-    timeout: float = UNSET_TIMEOUT,
-) -> Any:
+def rpc_sync(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_TIMEOUT) -> Any:
     """See telegrad.rpc.rpc_sync."""
     if not callable(func):
         raise TypeError("function should be callable.")
     return rpc.rpc_sync(to, func, args, kwargs, timeout)
 
 
-def rpc_async(
-    to: Any,
-    func: Any,
-    args: Sequence[Any] | None = None,
-    kwargs: dict[str, Any] | None = None,
-    timeout: float = UNSET_TIMEOUT,
-) -> torch.futures.Future[Any]:
-    """See telegrad.rpc.rpc_async."""
+def rpc_async(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_TIMEOUT) -> Future:
+    """See telegrad.rpc.rpc_async. As with torch, a worker that cannot be reached fails the future."""
     if not callable(func):
         raise TypeError("function should be callable.")
-    future = _start(to, func, args, kwargs, timeout)
+    future: Future = torch.futures.Future()
+    try:
+        future = rpc.rpc_async(to, func, args, kwargs, timeout)
+    except (PeerLostError, CallTimeoutError, UnknownWorkerError) as error:
+        if isinstance(error, UnknownWorkerError) and to not in torch_api._ALL_WORKER_NAMES:
+            raise  # it was never there
+        future.set_exception(error.with_traceback(None))
     if hasattr(torch_api._thread_local_var, "future_list"):
         torch_api._thread_local_var.future_list.append(future)
     return future
 
 
-def _start(
-    to: Any, func: Any, args: Sequence[Any] | None, kwargs: dict[str, Any] | None, timeout: float
-) -> torch.futures.Future[Any]:
-    """A worker that cannot be reached is found out by whoever waits for the answer, as with torch."""
-    try:
-        return rpc.rpc_async(to, func, args, kwargs, timeout)
-    except (PeerLostError, CallTimeoutError, UnknownWorkerError) as error:
-        if isinstance(error, UnknownWorkerError) and to not in torch_api._ALL_WORKER_NAMES:
-            raise  # it was never there
-        failed: torch.futures.Future[Any] = torch.futures.Future()
-        failed.set_exception(error.with_traceback(None))
-        return failed
+def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: float = UNSET_TIMEOUT) -> RRef[Any]:
+    """See telegrad.rpc.remote."""
+    rref = rpc.remote(to, func, args, kwargs, timeout)
+    call = profiled_calls.newest() if profiled_calls.running else None
+    if call is not None:
+        rref._set_profiling_future(call.is_answered)
+    return rref
 
 
-def wait_all(futures: list[torch.futures.Future[Any]]) -> list[Any]:
+def wait_all(futures: list[Future]) -> list[Any]:
     """torch.futures.wait_all, which ends with the first future that failed. torch's own sees that only of futures
     that were failed in C++."""
     left = list(futures)
     may_go_on = threading.Event()
-    failed: list[torch.futures.Future[Any]] = []
+    failed: list[Future] = []
 
-    def on_done(future: torch.futures.Future[Any]) -> None:
+    def on_done(future: Future) -> None:
         try:
             future.value()
         except BaseException:
@@ -81,21 +71,6 @@ def wait_all(futures: list[torch.futures.Future[Any]]) -> list[Any]:
     if futures:
         may_go_on.wait()
     return [future.wait() for future in (*failed, *futures)][len(failed) :]
-
-
-def remote(
-    to: Any,
-    func: Any,
-    args: Sequence[Any] | None = None,
-    kwargs: dict[str, Any] | None = None,
-    timeout: float = UNSET_TIMEOUT,
-) -> RRef[Any]:
-    """See telegrad.rpc.remote."""
-    rref = rpc.remote(to, func, args, kwargs, timeout)
-    call = profiled_calls.newest() if profiled_calls.running else None
-    if call is not None:
-        rref._set_profiling_future(call.is_answered)
-    return rref
 
 
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False, **more: Any) -> None:

@@ -1,10 +1,16 @@
-"""Which name of which of torch's modules becomes what, and how.
+"""install(): replaces names in torch's modules by telegrad's.
 
 # Note [why names and not modules]
 A module could be swapped as a whole, in sys.modules. But torch itself, and any module that was imported before, holds
 the module object; and C++ looks names up in it. So the module stays and what is in it changes. Single names that others
 have taken from it before (`from torch.distributed.rpc import rpc_sync`) are found and changed where they are: names of
 any module that are bound to the very object that is replaced.
+
+# Note [children]
+Processes that multiprocessing starts have what this one has. A fork has it anyway. A process that is spawned (or comes
+from multiprocessing's fork server) starts with a bare interpreter: it unpickles a dictionary from its parent, then
+imports the parent's script, then runs the target. So what installs the drop-in is put into that dictionary, to run when
+it is unpickled: before the script imports anything.
 
 Much of torch's RPC is Python around C++: init_rpc(), shutdown(), the backend registry, the options, _all_gather(). That
 stays torch's, and runs on telegrad, since what it calls is replaced.
@@ -13,10 +19,12 @@ stays torch's, and runs on telegrad, since what it calls is replaced.
 from __future__ import annotations
 
 import importlib
+import multiprocessing.spawn
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +37,7 @@ from .. import autograd
 from ..gradients.leaves import leaves_are_averaged
 from ..options import Options
 from ..rref import RRef
-from ..runtime import profiled_calls
 from . import agent, calls, profiling
-from .children import follow_into_children
 
 _C = torch._C._distributed_rpc
 _torch_rpc_is_running = _C._is_current_rpc_agent_set  # before it is replaced
@@ -63,7 +69,7 @@ def install(options: Options | None = None, *, torch_profiler: bool = False) -> 
             "telegrad.compat.install() before torch.distributed.rpc.init_rpc(), or after its shutdown()"
         )
     _set_backend(options or Options())
-    profiled_calls.asks_with_kineto = torch_profiler
+    profiling.follow_profiles(newer=torch_profiler)
     if _installed:
         return
     _installed = True
@@ -78,7 +84,7 @@ def install(options: Options | None = None, *, torch_profiler: bool = False) -> 
     torch._jit_internal.is_rref_instance = _is_handed_to_script
     _note_averaged_leaves()
     _warn_of_calls_in_scripts()
-    follow_into_children()
+    _follow_into_children()
 
 
 def _set_backend(options: Options) -> None:
@@ -125,6 +131,32 @@ def _note_averaged_leaves() -> None:
     parallel._ddp_init_helper = _ddp_init_helper
 
 
+class _InstallsWhenUnpickled:
+    """See Note [children]."""
+
+    def __reduce__(self) -> Any:
+        # The child has its parent's sys.path only later: it is told where telegrad is.
+        where = str(Path(__file__).resolve().parents[2])
+        code = f"""
+import sys
+sys.path.append({where!r})
+import telegrad.compat
+sys.path.remove({where!r})
+telegrad.compat.install(torch_profiler={profiling.follows_newer})
+"""
+        return exec, (code,)
+
+
+def _follow_into_children() -> None:
+    """Has every process that multiprocessing starts from now on call install() first: see Note [children]."""
+    before = multiprocessing.spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {**before(name), "telegrad": _InstallsWhenUnpickled()}
+
+    multiprocessing.spawn.get_preparation_data = get_preparation_data
+
+
 def _warn_of_calls_in_scripts() -> None:
     """TorchScript's own RPCs look for an agent of torch's in C++, and say only that there is none."""
     before = torch._C._jit_script_compile
@@ -143,7 +175,7 @@ def _warn_of_calls_in_scripts() -> None:
 
 
 def _not_here(name: str, instead: str) -> Callable[..., Any]:
-    """For a name that telegrad has no use for: says what to use."""
+    """A function in the place of one that telegrad does not have: says what to use."""
 
     def missing(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"torch.distributed.rpc.{name} is not there with telegrad: {instead}")
@@ -153,7 +185,7 @@ def _not_here(name: str, instead: str) -> Callable[..., Any]:
 
 
 def _is_handed_to_script(obj: object) -> bool:
-    """torch asks this of whatever is handed to a scripted function."""
+    """torch asks this of each argument of a scripted function."""
     if isinstance(obj, RRef):
         raise NotImplementedError(
             f"{obj} cannot be handed to TorchScript, which knows only torch's own RRefs: hand over its value "
@@ -163,8 +195,6 @@ def _is_handed_to_script(obj: object) -> bool:
 
 
 _CALLS_IN_SCRIPTS = ("prim::rpc_sync", "prim::rpc_async", "prim::rpc_remote")
-_INSTEAD_OF_INVOKE = "call rpc_sync(), rpc_async() or remote() with the function itself"
-_INSTEAD_OF_PICKLE = "send RRefs as arguments and results of calls"
 
 _RPC: dict[str, Any] = {
     # calls
@@ -195,18 +225,14 @@ _RPC: dict[str, Any] = {
     "_disable_server_process_global_profiler": profiling.disable,
     # what is not there
     **{
-        name: _not_here(name, _INSTEAD_OF_INVOKE)
-        for name in (
-            "_invoke_remote_builtin",
-            "_invoke_remote_python_udf",
-            "_invoke_remote_torchscript",
-            "_invoke_rpc_builtin",
-            "_invoke_rpc_python_udf",
-            "_invoke_rpc_torchscript",
-        )
+        name: _not_here(name, "call rpc_sync(), rpc_async() or remote() with the function itself")
+        for way in ("remote", "rpc")
+        for name in (f"_invoke_{way}_builtin", f"_invoke_{way}_python_udf", f"_invoke_{way}_torchscript")
     },
-    "_enable_jit_rref_pickle": _not_here("_enable_jit_rref_pickle", _INSTEAD_OF_PICKLE),
-    "_disable_jit_rref_pickle": _not_here("_disable_jit_rref_pickle", _INSTEAD_OF_PICKLE),
+    **{
+        name: _not_here(name, "send RRefs as arguments and results of calls")
+        for name in ("_enable_jit_rref_pickle", "_disable_jit_rref_pickle")
+    },
 }
 
 _AUTOGRAD = (

@@ -1,4 +1,4 @@
-"""An owner's part of a RemoteModule (nn.py): what it is asked to do with a module of this worker.
+"""An owner's part of a RemoteModule: the functions that are called for a module of this worker.
 
 create, adopt   -> the module, which the caller has a handle to
 the others      the handle's id  -> a method of the module
@@ -72,9 +72,9 @@ def state_dict(id: int) -> tuple[dict[str, Any], dict[str, Any]]:
 def load_state_dict(
     id: int, state: dict[str, Any], versions: Mapping[str, Any] | None, assign: bool
 ) -> tuple[list[str], list[str], str]:
-    """What was missing, what was too much, and what was wrong."""
+    """Returns the missing keys, the unexpected keys, and an error."""
     module: nn.Module = value_here(id)
-    if versions is None:  # that they are of today is the best guess
+    if versions is None:  # today's are the best guess
         versions = {name: {"version": part._version} for name, part in module.named_modules()}
     found = _StateDict(state)
     found._metadata = {name: dict(value) for name, value in versions.items()}

@@ -1,6 +1,4 @@
-"""Modules on other workers. Above the core; nothing there imports it.
-
-    RemoteModule   an nn.Module here  -> calls to the module that it stands for, on its owner
+"""RemoteModule: an nn.Module here, whose methods are calls to the module that it stands for, on its owner.
 
     layer = RemoteModule("worker/cuda:0", nn.Linear, (20, 30))
     model = nn.Sequential(nn.Linear(10, 20), layer)
@@ -25,10 +23,26 @@ from ..primitives import current
 from ..primitives.current import current_worker
 from ..rref import RRef
 from ..serialization.handles import Handle
-from . import owner as local_module
+from . import owner as remote
 from .owner import Hook, Named
 
 __all__ = ["RemoteHook", "RemoteModule"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+def _refused(method: str) -> Any:
+    """A method that a RemoteModule does not have: all its contents are on another worker."""
+
+    def refused(self: RemoteModule, *_: Any, **__: Any) -> Any:
+        raise ValueError(
+            f"Method ``{method}`` not supported for RemoteModule: the module is on worker {self.on!r}. Put both into a "
+            "module of this worker; or call it there, as module_rref.rpc_sync() does"
+        )
+
+    refused.__name__ = method
+    refused.__doc__ = "Refused: all its contents are on its worker."
+    return refused
 
 
 class RemoteModule(nn.Module):
@@ -39,8 +53,8 @@ class RemoteModule(nn.Module):
             device alone is one of this worker.
         module_cls: the module's class, or a function that makes one, called on that worker with `args` and `kwargs`.
 
-    The module is made while this goes on; what is wrong with it shows on use. It can be sent to other workers, where
-    it stands for the same module; what was set on the object here, such as hooks, does not go along.
+    The module is made while the program goes on; an error in that shows on use. It can be sent to other workers, where
+    it stands for the same module; attributes of the object here, such as hooks, do not go along.
 
     `parameters()` and the like give RRefs, for a DistributedOptimizer. Of the methods of a module that it is in, such
     as nn.Sequential, these reach it: `state_dict`, `load_state_dict`, `train`, `eval`, `apply`, and changes of dtype.
@@ -71,14 +85,14 @@ class RemoteModule(nn.Module):
             raise TypeError(f"module_cls is a class of modules, not {module_cls!r}")
         self.on, self.device = _parse(remote_device)
         made_with = (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
-        self.module_rref = rpc.remote(self.on, local_module.create, made_with)
+        self.module_rref = rpc.remote(self.on, remote.create, made_with)
 
     @staticmethod
     def init_from_module_rref(
         remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
     ) -> RemoteModule:
-        """One that stands for a module which is on its worker already. It stays there, on whatever device it is:
-        `remote_device` is what `device` says of it."""
+        """Stands for a module that is on its worker already. The module stays on the device where it is:
+        `remote_device` is only shown."""
         _check_not_scripted(_module_interface_cls)
         if not isinstance(module_rref, RRef):
             raise TypeError(f"an RRef to a module is needed, not a {type(module_rref).__name__}")
@@ -97,7 +111,7 @@ class RemoteModule(nn.Module):
             raise TypeError(f"a module of this worker is needed, not a {type(module).__name__}")
         on, device = _parse(remote_device)
         with _outside_of_contexts():  # else its parameters would arrive with a history
-            rref = rpc.remote(on, local_module.adopt, (module, device))
+            rref = rpc.remote(on, remote.adopt, (module, device))
         return _built(cls, rref, on, device, module.training)
 
     # -- calls -----------------------------------------------------------------------------------------
@@ -108,13 +122,13 @@ class RemoteModule(nn.Module):
         Where it is on another device than the CPU, tensors are taken to that; and the results back to the CPU,
         unless one of the arguments came on that device.
         """
-        return self._call(local_module.forward, *args, **kwargs)
+        return self._call(remote.forward, *args, **kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
         """The same, and returns the result's future. Hooks of the object here do not run."""
         rref = self.module_rref
         rref.check_creation()
-        future = rpc.rpc_async(rref.entry.owner, local_module.forward, (rref.entry.id, *args), kwargs)
+        future = rpc.rpc_async(rref.entry.owner, remote.forward, (rref.entry.id, *args), kwargs)
         # The call names the module by its id, so this handle has to live until it is answered. A call that waits for
         # its answer keeps its future.
         future.__dict__["keeps"] = rref
@@ -127,7 +141,7 @@ class RemoteModule(nn.Module):
 
     def _there(self, method: str, *args: Any, **kwargs: Any) -> RemoteModule:
         """Calls a method of the module that returns the module."""
-        self._call(local_module.run, method, args, kwargs)
+        self._call(remote.run, method, args, kwargs)
         return self
 
     def get_module_rref(self) -> RRef[nn.Module]:
@@ -163,14 +177,14 @@ class RemoteModule(nn.Module):
         return iter(self._members("named_buffers", **asked))
 
     def _members(self, which: str, **asked: Any) -> Named:
-        found: Named = self._call(local_module.members, which, asked)
+        found: Named = self._call(remote.members, which, asked)
         return found
 
     # -- state: nn.Module's own state_dict() and load_state_dict() call these, also those of a module around ----
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         with _outside_of_contexts():
-            state, metadata = self._call(local_module.state_dict)
+            state, metadata = self._call(remote.state_dict)
         for name, value in state.items():
             destination[prefix + name] = value
         if hasattr(destination, "_metadata"):
@@ -191,16 +205,16 @@ class RemoteModule(nn.Module):
         versions = getattr(state_dict, "_metadata", None)  # not in what a module around hands on
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         with _outside_of_contexts():
-            missing, unexpected, problem = self._call(local_module.load_state_dict, mine, versions, assign)
+            missing, unexpected, problem = self._call(remote.load_state_dict, mine, versions, assign)
         missing_keys += [prefix + key for key in missing]
         unexpected_keys += [prefix + key for key in unexpected]
         if problem:
             error_msgs.append(f"on worker {self.module_rref.owner_name()!r}: {problem}")
 
-    # -- what changes the module -----------------------------------------------------------------------
+    # -- changes of the module -----------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """As of any module; eval() too."""
+        """Sets the training mode, as of any module; eval() too."""
         if not isinstance(mode, bool):
             raise ValueError(f"training mode is expected to be boolean, not {mode!r}")
         self._there("train", mode)
@@ -208,7 +222,7 @@ class RemoteModule(nn.Module):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> RemoteModule:
-        """As of any module. A device is one of the worker that has it."""
+        """Moves or converts it, as any module. A device is one of its worker."""
         device, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
         asked = {"device": device, "dtype": dtype, "memory_format": memory_format}
         given = {name: value for name, value in asked.items() if value is not None}
@@ -228,22 +242,14 @@ class RemoteModule(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RemoteModule:
         # From float(), half() and the like; also those, and to(), of a module around. The dtype follows them; the
         # device does not, since the worker need not have those of this one.
-        kinds = (
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.float64,
-            torch.complex64,
-            torch.complex128,
-        )
-        becomes = {kind: fn(torch.empty(0, dtype=kind)).dtype for kind in kinds}
+        becomes = {kind: fn(torch.empty(0, dtype=kind)).dtype for kind in _FLOATS}
         changes = {kind: new for kind, new in becomes.items() if kind is not new}
         if changes:
-            self._call(local_module.change_dtypes, changes)
+            self._call(remote.change_dtypes, changes)
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> RemoteModule:
-        """As of any module, on its worker."""
+        """Moves it without its contents, as any module, on its worker."""
         self.device = str(torch.device(device))
         return self._there("to_empty", device=device, recurse=recurse)
 
@@ -252,7 +258,7 @@ class RemoteModule(nn.Module):
         return self._there("apply", fn)
 
     def requires_grad_(self, requires_grad: bool = True) -> RemoteModule:
-        """As of any module."""
+        """Switches the recording of gradients, as of any module."""
         return self._there("requires_grad_", requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -278,36 +284,18 @@ class RemoteModule(nn.Module):
         return self._hook("register_full_backward_hook", hook, options)
 
     def _hook(self, method: str, hook: Hook, options: dict[str, Any]) -> RemoteHook:
-        return RemoteHook(self._call(local_module.register, method, hook, options))
+        return RemoteHook(self._call(remote.register, method, hook, options))
 
-    # -- what it is ------------------------------------------------------------------------------------
+    # -- the object here ------------------------------------------------------------------------------------
 
     def extra_repr(self) -> str:
-        """Where it is."""
+        """Its worker and device."""
         return f"on={self.on!r}, device={self.device!r}"
 
-    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """Refused: all that it has is on its worker."""
-        self._refuse("register_buffer")
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Refused: all that it has is on its worker."""
-        self._refuse("register_parameter")
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Refused: all that it has is on its worker."""
-        self._refuse("add_module")
-
-    def share_memory(self) -> RemoteModule:
-        """Refused: its memory is that of another process."""
-        self._refuse("share_memory")
-        return self
-
-    def _refuse(self, method: str) -> None:
-        raise ValueError(
-            f"Method ``{method}`` not supported for RemoteModule: the module is on worker {self.on!r}. Put both into a "
-            "module of this worker; or call it there, as module_rref.rpc_sync() does"
-        )
+    register_buffer = _refused("register_buffer")
+    register_parameter = _refused("register_parameter")
+    add_module = _refused("add_module")
+    share_memory = _refused("share_memory")
 
     def __reduce__(self) -> Any:
         return _built, (type(self), _Sent(self.module_rref), self.on, self.device, self.training)
@@ -393,7 +381,7 @@ def _check_not_scripted(interface: Any) -> None:
 
 @contextlib.contextmanager
 def _outside_of_contexts() -> Iterator[None]:
-    """What is sent meanwhile has no history."""
+    """Tensors that are sent meanwhile have no history."""
     token = current.context_id.set(0)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters are on other workers. Above the core; nothing there imports it.
+"""Optimizers whose parameters are on other workers.
 
     DistributedOptimizer   one optimizer of torch's on each owner of parameters, and one message to each for a step
     clip_grad_norm_        one norm over the gradients of all owners
@@ -9,8 +9,8 @@
         optimizer.step(context_id)
 
 The gradients stay where they are: an owner takes those of the context. They never go through `.grad`: see
-Note [twins] in local_optimizer.py, which is the owner's part. What the caller changes in `param_groups`, as a learning
-rate, goes along with the next message.
+Note [twins] in owner.py, which is the owner's part. Options that the caller changes in `param_groups`, as a learning
+rate, go along with the next message.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from .. import rpc
 from ..errors import OptimizerError, TelegradError
 from ..primitives.current import current_worker
 from ..rref import RRef
-from . import owner as local_optimizer
+from . import owner as remote
 from .owner import NO_OPTIONS, News, Options
 
 __all__ = ["DistributedOptimizer", "OptimizerError", "clip_grad_norm_"]
@@ -41,10 +41,17 @@ class _Owner:
 
     id: int
     name: str
-    places: list[int]  # of its parameters, among all
-    groups: list[int]  # the groups that they are in, among all
+    places_by_group: dict[int, list[int]]  # of its parameters, among all; by the number of their group
     handle: RRef[Any] | None = None  # to its _LocalOptimizer
     version: int = 0  # of the options that it has
+
+    @property
+    def groups(self) -> list[int]:
+        return list(self.places_by_group)
+
+    @property
+    def places(self) -> list[int]:
+        return [place for places in self.places_by_group.values() for place in places]
 
 
 class DistributedOptimizer(Optimizer):
@@ -75,13 +82,10 @@ class DistributedOptimizer(Optimizer):
         handles = [rref for group in groups for rref in group["params"]]
 
         def arguments(owner: _Owner) -> tuple[Any, ...]:
-            parts = [
-                (given[group], [handles[place] for place in places])
-                for group, places in zip(owner.groups, self._split(groups, owner), strict=True)
-            ]
+            parts = [(given[g], [handles[place] for place in places]) for g, places in owner.places_by_group.items()]
             return optimizer_class, parts, is_plain, args, kwargs
 
-        found = _on_owners(f"creating {optimizer_class.__name__}", self._owners, local_optimizer.create, arguments)
+        found = _on_owners(f"creating {optimizer_class.__name__}", self._owners, remote.create, arguments)
         defaults: Options = {}
         for owner, (handle, its_defaults, its_options) in zip(self._owners, found, strict=True):
             owner.handle = handle
@@ -114,25 +118,26 @@ class DistributedOptimizer(Optimizer):
         if not isinstance(context_id, int):
             raise TypeError(f"step() takes the id of an autograd context, not a {type(context_id).__name__}")
         current_worker().contexts.get(context_id)
-        self._on_owners("the step", local_optimizer.step, lambda _: (context_id,))
+        self._call(remote.step, lambda _: (context_id,))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears `.grad` of every parameter on its owner. No step needs it: gradients of contexts are not there."""
-        self._on_owners("zero_grad", local_optimizer.zero_grad, lambda _: (set_to_none,))
+        self._call(remote.zero_grad, lambda _: (set_to_none,))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all owners' optimizers, as one optimizer of torch's would have it that had all parameters
         in its own process: each can load what the other has saved."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        parts = self._on_owners("state_dict", local_optimizer.state_dict, lambda _: ())
+        parts = self._call(remote.state_dict, lambda _: ())
         numbers = iter(range(sum(len(group["params"]) for group in self.param_groups)))
         groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
         state: dict[Any, Any] = {}
         for owner, (its_state, its_options) in zip(self._owners, parts, strict=True):
+            places = owner.places
             for key, value in its_state.items():
                 # A key that is no number belongs to no parameter; the owners are taken to agree on it.
-                state[owner.places[key] if isinstance(key, int) else key] = value
+                state[places[key] if isinstance(key, int) else key] = value
             for number, options in zip(owner.groups, its_options, strict=True):
                 groups[number].update(options)
         found = {"state": dict(sorted(state.items(), key=_numbers_first)), "param_groups": groups}
@@ -166,7 +171,7 @@ class DistributedOptimizer(Optimizer):
             options = [{k: v for k, v in saved[g].items() if k not in NO_OPTIONS} for g in owner.groups]
             return {**mine, **of_none}, options
 
-        self._on_owners("load_state_dict", local_optimizer.load_state_dict, arguments)
+        self._call(remote.load_state_dict, arguments)
         with self._lock:
             for number, (group, new) in enumerate(zip(self.param_groups, saved, strict=True)):
                 kept = {name: group[name] for name in NO_OPTIONS if name in group}
@@ -176,7 +181,7 @@ class DistributedOptimizer(Optimizer):
             after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not after it was made: the owners have their optimizers by then."""
+        """Refused once it is made: the owners have their optimizers by then."""
         if self._is_built:
             raise NotImplementedError(
                 "a DistributedOptimizer takes no further groups: make a new one with all of them, and give it the "
@@ -189,18 +194,8 @@ class DistributedOptimizer(Optimizer):
             "a DistributedOptimizer cannot be sent or copied; send the RRefs, and make one where it is needed"
         )
 
-    @staticmethod
-    def _split(groups: list[dict[str, Any]], owner: _Owner) -> Iterator[list[int]]:
-        """The places of an owner's parameters, by group."""
-        start = 0
-        for number, group in enumerate(groups):
-            end = start + len(group["params"])
-            if number in owner.groups:
-                yield [place for place in owner.places if start <= place < end]
-            start = end
-
-    def _on_owners(self, what: str, function: Any, arguments: Callable[[_Owner], tuple[Any, ...]]) -> list[Any]:
-        """Calls a function on each owner, for its _LocalOptimizer, with the news of the options."""
+    def _call(self, function: Any, arguments: Callable[[_Owner], tuple[Any, ...]]) -> list[Any]:
+        """Calls a function on each owner, for its _LocalOptimizer, with the options that have changed."""
         with self._lock:
             version = self._version = self._version + 1
             looks = [known.look(version) for known in self._known]
@@ -212,6 +207,7 @@ class DistributedOptimizer(Optimizer):
             assert owner.handle is not None
             return owner.handle.entry.id, version, news[owner.id], *arguments(owner)
 
+        what = "the step" if function is remote.step else function.__name__
         found = _on_owners(f"{what} of {self._class.__name__}", self._owners, function, all_arguments)
         with self._lock:  # where it failed the next message says it again, and no harm is done
             for owner in self._owners:
@@ -276,7 +272,7 @@ def clip_grad_norm_(
     def arguments(owner: _Owner, number: Any) -> tuple[Any, ...]:
         return context_id, [handles[place] for place in owner.places], number
 
-    parts = _on_owners("the norm", owners, local_optimizer.norms, lambda owner: arguments(owner, float(norm_type)))
+    parts = _on_owners("the norm", owners, remote.norms, lambda owner: arguments(owner, float(norm_type)))
     by_place = {
         place: norm
         for owner, norms in zip(owners, parts, strict=True)
@@ -295,7 +291,7 @@ def clip_grad_norm_(
         )
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     if not factor >= 1.0:  # also where it is no number
-        _on_owners("scaling", owners, local_optimizer.scale, lambda owner: arguments(owner, factor))
+        _on_owners("scaling", owners, remote.scale, lambda owner: arguments(owner, factor))
     return total
 
 
@@ -350,10 +346,8 @@ def _owners_of(groups: list[dict[str, Any]]) -> list[_Owner]:
     for number, group in enumerate(groups):
         for rref in group["params"]:
             id = rref.entry.owner
-            owner = owners.get(id) or owners.setdefault(id, _Owner(id, rref.owner_name(), [], []))
-            owner.places.append(place)
-            if number not in owner.groups:
-                owner.groups.append(number)
+            owner = owners.get(id) or owners.setdefault(id, _Owner(id, rref.owner_name(), {}))
+            owner.places_by_group.setdefault(number, []).append(place)
             place += 1
     return list(owners.values())
 
@@ -361,7 +355,7 @@ def _owners_of(groups: list[dict[str, Any]]) -> list[_Owner]:
 def _on_owners(
     what: str, owners: Sequence[_Owner], function: Any, arguments: Callable[[_Owner], tuple[Any, ...]]
 ) -> list[Any]:
-    """Calls a function on each owner, all at the same time. Waits for all of them, whatever fails."""
+    """Calls a function on each owner, all at the same time. Waits for all of them, also if some fail."""
     futures: list[Any] = []
     errors: dict[str, BaseException] = {}
     for owner in owners:
@@ -390,7 +384,7 @@ def _is_same(old: Any, new: Any) -> bool:
     try:
         return torch.equal(old, new) if isinstance(new, torch.Tensor) else bool(old == new)
     except Exception:
-        return False  # they cannot be compared: it is sent
+        return False  # they cannot be compared: the new one is sent
 
 
 def _numbers_first(item: tuple[Any, Any]) -> tuple[bool, Any]:

@@ -1,8 +1,8 @@
-"""An owner's part of a DistributedOptimizer (optim.py): one of torch's optimizers, on parameters of this worker.
+"""An owner's part of a DistributedOptimizer: one of torch's optimizers, on parameters of this worker.
 
-create            what a caller gives  -> a _LocalOptimizer, which the caller has a handle to
-step, state_dict  a message            -> what it says, for the optimizer of that handle
-norms, scale      of the gradients of a context
+create             makes a _LocalOptimizer, which the caller has a handle to
+step, state_dict   and the like: a message for the _LocalOptimizer of a handle
+norms, scale       the gradients of a context, for clip_grad_norm_
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,13 +34,13 @@ _stepping: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
 _making_locks = threading.Lock()
 
 # Note [twins]
-# torch's optimizers take gradients from `.grad`. But `.grad` of a parameter is for whoever runs backward on this
+# torch's optimizers take gradients from `.grad`. But `.grad` of a parameter is for programs that run backward on this
 # worker, and that may be at any time. So an optimizer has a twin of each parameter: another tensor on the same memory,
 # with the same version counter, and a `.grad` of its own.
 
 
 class _LocalOptimizer:
-    """The optimizer of one DistributedOptimizer on one owner."""
+    """The optimizer of one DistributedOptimizer on one owner. The worker's lock guards it: see _alone."""
 
     def __init__(
         self,
@@ -59,23 +59,19 @@ class _LocalOptimizer:
             for (options, _), group in zip(groups, values, strict=True)
         ]
         self.optimizer = cls(parts[0]["params"] if is_plain else parts, *args, **kwargs)
-        self._lock = _lock_of_worker()
-        self._version = 0  # of the options; guarded by the lock
+        self._version = 0  # of the options
 
     def options(self) -> list[Options]:
         return [{k: v for k, v in g.items() if k not in NO_OPTIONS} for g in self.optimizer.param_groups]
 
-    def locked(self, version: int, news: News | None) -> _Locked:
-        return _Locked(self._lock, lambda: self._adopt(version, news))
-
-    def _adopt(self, version: int, news: News | None) -> None:
+    def adopt(self, version: int, news: News | None) -> None:
         # Two steps of one trainer may come here in another order than they were sent in.
         if news and version > self._version:
             for group, name, value in news:
                 self.optimizer.param_groups[group][name] = value
             self._version = version
 
-    def step_locked(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def step(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         addresses = []
         for place, param in enumerate(self._params):
             address = _address_of(param)
@@ -95,7 +91,7 @@ class _LocalOptimizer:
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """Has the parameters of a group taken together (foreach), where nobody has said how: there are fewer calls."""
+        """Has the parameters of a group taken together (foreach), where the user has not said how: fewer calls."""
         groups: list[Options] = []
         if type(self.optimizer) in _SAME_TOGETHER:
             groups = [group for group in self.optimizer.param_groups if _is_open(group)]
@@ -124,35 +120,35 @@ class _LocalOptimizer:
                 param.grad = torch.zeros_like(param.grad)
 
 
-class _Locked:
-    """While it is entered no other optimizer of this worker steps."""
-
-    def __init__(self, lock: threading.Lock, begin: Callable[[], None]) -> None:
-        self._lock = lock
-        self._begin = begin
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            if current.thread.relieve is not None:
-                current.thread.relieve()
-            serving = current.current_serving()
-            deadline = None if serving is None else serving.deadline
-            # Who has called does not wait any longer, and takes it that nothing was done.
-            if not self._lock.acquire(timeout=-1 if deadline is None else max(0.0, deadline - clock.now())):
-                raise CallTimeoutError("other optimizers of this worker have stepped all the time")
-        try:
-            self._begin()
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-def _lock_of_worker() -> threading.Lock:
+@contextlib.contextmanager
+def _alone(id: int, version: int, news: News | None) -> Iterator[_LocalOptimizer]:
+    """The optimizer of that handle, with the options that the caller has changed. While it is entered no other
+    optimizer of this worker steps."""
+    local: _LocalOptimizer = value_here(id)
     with _making_locks:
-        return _stepping.setdefault(current_worker(), threading.Lock())
+        lock = _stepping.setdefault(current_worker(), threading.Lock())
+    if not lock.acquire(blocking=False):
+        _wait_for(lock)
+    try:
+        local.adopt(version, news)
+        yield local
+    finally:
+        lock.release()
+
+
+def _wait_for(lock: threading.Lock) -> None:
+    """Acquires it before the deadline of the call that is served: after that the caller takes it that nothing was
+    done."""
+    if current.thread.relieve is not None:
+        current.thread.relieve()
+    serving = current.current_serving()
+    deadline = None if serving is None else serving.deadline
+    left = -1.0 if deadline is None else max(0.0, deadline - clock.now())
+    if not lock.acquire(timeout=left):
+        raise CallTimeoutError(
+            f"timed out after {left:.1f} s waiting for another optimizer's step on worker {current_worker().name!r}; "
+            "raise the call's timeout"
+        )
 
 
 def _parameter(rref: RRef[Any]) -> torch.Tensor:
@@ -195,35 +191,30 @@ def create(
 
 
 def step(id: int, version: int, news: News | None, context_id: int) -> None:
-    local: _LocalOptimizer = value_here(id)
-    gradients = _gradients(context_id)
-    with local.locked(version, news):
-        local.step_locked(gradients)
+    with _alone(id, version, news) as local:
+        local.step(_gradients(context_id))
 
 
 def zero_grad(id: int, version: int, news: News | None, set_to_none: bool) -> None:
-    local: _LocalOptimizer = value_here(id)
-    with local.locked(version, news):
+    with _alone(id, version, news) as local:
         local.zero_grad(set_to_none)
 
 
 def state_dict(id: int, version: int, news: News | None) -> tuple[dict[Any, Any], list[Options]]:
-    local: _LocalOptimizer = value_here(id)
-    with local.locked(version, news):
+    with _alone(id, version, news) as local:
         # Copied before the next step, which changes it in place.
         return copy.deepcopy(local.optimizer.state_dict()["state"]), copy.deepcopy(local.options())
 
 
 def load_state_dict(id: int, version: int, news: News | None, state: dict[Any, Any], options: list[Options]) -> None:
-    local: _LocalOptimizer = value_here(id)
-    with local.locked(version, news):
+    with _alone(id, version, news) as local:
         groups = local.optimizer.state_dict()["param_groups"]
         new = [{**o, "params": group["params"]} for o, group in zip(options, groups, strict=True)]
         local.optimizer.load_state_dict({"state": state, "param_groups": new})
 
 
 def _gradients(context_id: int) -> Mapping[torch.Tensor, torch.Tensor]:
-    """None, where no message of the context has come: its forward did not go through this worker."""
+    """The context's gradients. None, if no message of it has come: its forward did not go through this worker."""
     contexts = current_worker().contexts
     if contexts.find(context_id) is None and not contexts.was_released(context_id):
         return {}

@@ -9,10 +9,9 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from .._torch import DeviceType
 from ..primitives.text import clean
-from .timeline import ChromeEvent
+from .chrome import ON_DEVICE, ChromeEvent
 
 _OPERATORS = frozenset(("cpu_op", "user_annotation", "python_function"))
-_ON_DEVICE = frozenset(("kernel", "gpu_memcpy", "gpu_memset"))
 
 
 def function_events(events: Sequence[ChromeEvent], ids: Mapping[int, int], *, per_worker: bool) -> EventList:
@@ -21,31 +20,31 @@ def function_events(events: Sequence[ChromeEvent], ids: Mapping[int, int], *, pe
     found = []
     threads: dict[tuple[int, Any], int] = {}
     # Of all events or of none: torch's table asks the first one.
-    device = "cuda" if any(event.get("cat") in _ON_DEVICE for event in events) else None
+    device = "cuda" if any(event.get("cat") in ON_DEVICE for event in events) else None
     for number, event in enumerate(events):
         category = event.get("cat")
-        if event.get("ph") != "X" or category not in _OPERATORS | _ON_DEVICE:
+        if event.get("ph") != "X" or category not in _OPERATORS | ON_DEVICE:
             continue
-        on_device = category in _ON_DEVICE
         args = event.get("args", {})
-        function = FunctionEvent(
-            id=number,
-            name=clean(event["name"]),
-            trace_name=clean(event["name"]),
-            thread=threads.setdefault((event["pid"], event["tid"]), len(threads) + 1),
-            start_us=event["ts"],
-            end_us=event["ts"] + event["dur"],
-            input_shapes=args.get("Input Dims"),
-            concrete_inputs=args.get("Concrete Inputs"),
-            stack=args.get("Call stack", "").split(";") if args.get("Call stack") else [],
-            scope=0,
-            sequence_nr=args.get("Sequence number", -1),
-            node_id=ids.get(event["pid"], -1) if per_worker else -1,
-            device_type=DeviceType.CUDA if on_device else DeviceType.CPU,
-            is_user_annotation=category == "user_annotation",
-            use_device=device,
+        found.append(
+            FunctionEvent(
+                id=number,
+                name=clean(event["name"]),
+                trace_name=clean(event["name"]),
+                thread=threads.setdefault((event["pid"], event["tid"]), len(threads) + 1),
+                start_us=event["ts"],
+                end_us=event["ts"] + event["dur"],
+                input_shapes=args.get("Input Dims"),
+                concrete_inputs=args.get("Concrete Inputs"),
+                stack=args.get("Call stack", "").split(";") if args.get("Call stack") else [],
+                scope=0,
+                sequence_nr=args.get("Sequence number", -1),
+                node_id=ids.get(event["pid"], -1) if per_worker else -1,
+                device_type=DeviceType.CUDA if category in ON_DEVICE else DeviceType.CPU,
+                is_user_annotation=category == "user_annotation",
+                use_device=device,
+            )
         )
-        found.append(function)
     found.sort(key=lambda f: (f.time_range.start, -f.time_range.end))
     listed = EventList(found, use_device=device)
     listed._build_tree()

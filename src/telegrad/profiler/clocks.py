@@ -1,11 +1,11 @@
 """One clock for all workers.
 
-The root's clock is the one that counts. How far another one is from it is measured by exchanges: the root asks for the
-time, and takes it to be that of the middle between question and answer. Of several exchanges the quickest counts, and
-half of what it took is the most that it can be wrong.
+The root's clock counts. The offset of another one is measured by exchanges: the root asks for the time, and takes the
+answer for the time in the middle between question and answer. Of several exchanges the quickest counts, and its error
+is at most half of its duration.
 
-What is left is settled by the messages themselves: none was read before it was written. Where two clocks contradict
-that, they are moved, by no more than is needed.
+The messages themselves settle the rest: none was read before it was written. Where two clocks contradict that, they are
+moved, by no more than is needed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def exchange(ask: Callable[[], float], times: int = EXCHANGES) -> Exchange:
 
 @dataclass(slots=True)
 class Clock:
-    """What a worker's clock is to the root's: off by `offset` at `at`, and by `drift` seconds more each second."""
+    """A worker's clock, against the root's: off by `offset` at `at`, and by `drift` seconds more each second."""
 
     offset: float = 0.0
     uncertainty: float = 0.0

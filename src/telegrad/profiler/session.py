@@ -1,7 +1,7 @@
 """profile: torch.profiler.profile for all workers that take part.
 
-    start_trace   this worker records, and marks what it sends: whoever is called joins in (see recording.py)
-    stop_trace    everybody stops, clocks are compared, what was recorded is collected and put together
+    start_trace   this worker records, and marks what it sends: callees join in (see recording.py)
+    stop_trace    all participants stop, clocks are compared, the recordings are collected and put together
 
 torch's class does the rest: the schedule, the steps, on_trace_ready.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.autograd.profiler_util import EventList
@@ -20,8 +20,8 @@ from ..errors import TelegradError
 from ..events import logger
 from ..messages import Session, Settings
 from ..primitives.current import current_worker
-from ..runtime import recording
 from ..runtime.broadcast import ask
+from ..runtime.recording import Part, ask_recorder
 from ..runtime.torch_profiler import clock_offset
 from ..worker import Worker
 from .averages import function_events
@@ -30,17 +30,16 @@ from .summary import Summary
 from .timeline import make_trace
 from .trace import StrPath, Trace
 
-T = TypeVar("T")
 PATIENCE = 30.0  # seconds for each answer of a worker; a dead one is known at once
 LONG_PATIENCE = 600.0  # to export and send what may be millions of events
 
 
 class profile(torch.profiler.profile):
-    """Records what this worker does and what every worker does for it, as one timeline.
+    """Records the work of this worker, and of every worker for it, as one timeline.
 
     The arguments are those of torch.profiler.profile, and so are `step()`, the schedule and `on_trace_ready`. A worker
-    takes part from the first call or gradient on that it gets from one that does. At the end of each cycle `trace` has
-    what all of them did. `experimental_config` and `execution_trace_observer` hold on this worker only.
+    takes part from the first call or gradient on that it gets from a participant. At the end of each cycle `trace` has
+    the work of all. `experimental_config` and `execution_trace_observer` hold on this worker only.
 
     A worker that dies meanwhile is in `trace.missing`; the rest is there. A process in which another profiler runs has
     no operators in the trace, which says so.
@@ -49,26 +48,25 @@ class profile(torch.profiler.profile):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.trace: Trace | None = None
-        self._worker: Worker | None = None
         self._session: _Root | None = None
-        self._known: set[int] = set()  # who took part in earlier cycles: they are there from the beginning of the next
+        self._known: set[int] = set()  # participants of the last cycle: they take part in the next one from its start
         self._accumulated: list[Trace] = []
 
     # -- what torch's class calls, by the schedule -----------------------------------------------------
 
     def prepare_trace(self) -> None:
-        """Has this worker take part, and those that took part before. What is done from here on does not count yet; but
-        workers join, and torch's profiler starts there.
+        """Has this worker take part, and the participants of the last cycle. Nothing counts yet; but workers join, and
+        torch's profiler starts there.
 
         Raises:
             NotStartedError: this process has no worker.
-            RuntimeError: this worker takes part in somebody else's profile.
+            RuntimeError: this worker takes part in another worker's profile.
         """
         self._session = _Root(current_worker(), self._settings())
         self._session.prepare(self._known)
 
     def start_trace(self) -> None:
-        """What is done from here on counts."""
+        """Begins the part of the session that counts."""
         if self._session is None:
             self.prepare_trace()
         assert self._session is not None
@@ -77,7 +75,7 @@ class profile(torch.profiler.profile):
             self.execution_trace_observer.start()
 
     def stop_trace(self) -> None:
-        """Stops recording everywhere, and puts together what was recorded."""
+        """Stops recording everywhere, and makes one trace of all recordings."""
         if self.execution_trace_observer:
             self.execution_trace_observer.stop()
         session, self._session = self._session, None
@@ -94,7 +92,7 @@ class profile(torch.profiler.profile):
             self.record_shapes, self.profile_memory, self.with_flops, self.with_stack, self.with_modules, names
         )  # fmt: skip
 
-    # -- what came of it -------------------------------------------------------------------------------
+    # -- the result -------------------------------------------------------------------------------
 
     def _result(self) -> Trace:
         if self.trace is None:
@@ -110,7 +108,7 @@ class profile(torch.profiler.profile):
         self._result().save(path)
 
     def summary(self) -> Summary:
-        """Where the time of a step went on each worker, and the critical path."""
+        """The time of a step on each worker, by what it did, and the critical path."""
         return self._result().summary()
 
     def events(self, *, group_by_worker: bool = False) -> EventList:
@@ -152,18 +150,19 @@ class _Root:
         self.began = time.perf_counter()
 
     def prepare(self, known: Iterable[int]) -> None:
-        mine = self._worker.recorder.session
-        if mine is not None:
+        recorder = self._worker.recorder
+        if recorder.session is not None:
             raise RuntimeError(
                 f"worker {self._worker.name!r} takes part in another profile already; end that one first"
             )
-        self._worker.recorder.on_joined = self._on_joined
-        for worker in self._each(known, recording.profiler_start, (self._session,), is_new=True):
+        recorder.on_joined = self._on_joined
+        started, _ = self._ask(known, "start", self._session)  # the others have left since the last cycle
+        for worker in started:
             self._on_joined(worker)
-        self._worker.recorder.start(self._session)
+        recorder.start(self._session)
 
     def _on_joined(self, worker: int) -> None:
-        """A worker takes part. Its clock is compared at once: it may drift until the end."""
+        """Notes a participant. Its clock is compared at once: it may drift until the end."""
         with self._lock:
             if worker in self.took_part or worker == self._worker.id:
                 return
@@ -172,7 +171,7 @@ class _Root:
 
     def _compare(self, worker: int) -> None:
         try:
-            found = exchange(lambda: self._worker.call(worker, recording.profiler_clock, timeout=PATIENCE))
+            found = exchange(lambda: self._worker.call(worker, ask_recorder, ("clock",), timeout=PATIENCE))
         except TelegradError as error:
             logger.info("the clock of worker %d could not be compared: %s", worker, error)
             return
@@ -181,48 +180,40 @@ class _Root:
 
     def stop(self) -> Trace:
         ended = time.perf_counter()
-        self._worker.recorder.hold(self._session.id)
-        parts: list[recording.Part] = []
+        recorder, id = self._worker.recorder, self._session.id
+        recorder.hold(id)
+        parts: list[Part] = []
         asked: set[int] = {self._worker.id}
         try:
-            while new := self._everybody(parts) - asked:
+            while new := self._participants(parts) - asked:
                 asked |= new
-                here = self._each(new, recording.profiler_hold, (self._session.id,))
+                here = self._ask_all(new, "hold", id)
                 for worker in here:
                     self._compare(worker)
-                found = self._each(here, recording.profiler_collect, (self._session.id,))
+                found = self._ask_all(here, "collect", id)
                 parts += [part for part in found.values() if part is not None]
         finally:
-            self._worker.recorder.on_joined = None
-            own = self._worker.recorder.collect(self._session.id)
+            recorder.on_joined = None
+            own = recorder.collect(id)
+        parts.sort(key=lambda part: part.id)
         if own is not None:
             parts.insert(0, own)
-        parts.sort(key=lambda part: (part.worker != self._worker.name, part.id))
         self.took_part = {part.id for part in parts} - {self._worker.id}
         clocks = {part.worker: clock_of(self._exchanges.get(part.id, [])) for part in parts}
         events, about = make_trace(parts, clocks, self._worker.name, self.began, ended, self._missing)
         return Trace(events, about, base_ns=int(self.began * 1e9) + clock_offset())
 
-    def _everybody(self, parts: list[recording.Part]) -> set[int]:
-        """Who takes part, as far as is known by now: those who said so, and those whom they have sent something."""
+    def _participants(self, parts: list[Part]) -> set[int]:
+        """The participants that are known by now: they said so, or a participant has sent them something."""
         own = self._worker.recorder.sent_to
         with self._lock:
             return self.took_part.union(own, *(part.sent_to for part in parts))
 
-    def _each(
-        self,
-        workers: Iterable[int],
-        function: Callable[..., T],
-        args: tuple[Any, ...],
-        *,
-        is_new: bool = False,
-    ) -> dict[int, T]:
-        """Calls a function on each worker, on all at once. Whoever does not answer is missing."""
-        answers, errors = ask(self._worker, workers, function, args, LONG_PATIENCE)
-        for worker, error in errors.items():
-            self._lose(worker, error, is_new=is_new)
-        return answers
+    def _ask(self, workers: Iterable[int], method: str, argument: Any) -> tuple[dict[int, Any], dict[int, Exception]]:
+        """Calls a method of each worker's Recorder, of all at once: (answers, errors)."""
+        return ask(self._worker, workers, ask_recorder, (method, argument), LONG_PATIENCE)
 
-    def _lose(self, worker: int, error: Exception, *, is_new: bool) -> None:
-        if not is_new:  # else it has left before this cycle began
-            self._missing[self._worker.name_of(worker)] = str(error)
+    def _ask_all(self, workers: Iterable[int], method: str, argument: Any) -> dict[int, Any]:
+        answers, errors = self._ask(workers, method, argument)
+        self._missing.update({self._worker.name_of(worker): str(error) for worker, error in errors.items()})
+        return answers

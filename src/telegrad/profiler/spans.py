@@ -1,4 +1,4 @@
-"""From what workers recorded to spans and messages: pure, and in each worker's own time.
+"""From recorded rows to spans and messages: pure, and in each worker's own time.
 
 rows of a thread    started, started, complete, complete   ->   spans that lie inside of each other
 rows of a message   `write` at its sender, `read` at its receiver   ->   one Message with both ends
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..runtime.recording import OWN, Part, Row
+from ..events import Event
+from ..runtime.recording import Part, Row, ask_recorder
 
-# What a stage is called in a trace, and what of a step's time it is.
-KINDS = {
+# A stage's category in a trace.
+_CATEGORIES = {
     "encode": "serialise",
     "decode": "serialise",
     "write": "wire",
@@ -21,15 +22,16 @@ KINDS = {
     "receive": "handle",
     "join": "profiler",
 }
+_NAMES = {"pass": "backward", "join": "the profiler starts"}
 
 
 @dataclass(slots=True)
 class Span:
-    """Something that a thread did. Times are in seconds."""
+    """A piece of a thread's work. Times are in seconds."""
 
     worker: str
     thread: int
-    stage: str  # encode, write, read, receive, decode, run, wait or pass
+    stage: str  # encode, write, read, receive, decode, run, wait, pass or join
     name: str
     start: float
     end: float
@@ -40,7 +42,7 @@ class Span:
     @property
     def category(self) -> str:
         """serialise, wire, wait, handle, profiler or run."""
-        return KINDS.get(self.stage, "run")
+        return _CATEGORIES.get(self.stage, "run")
 
 
 @dataclass(slots=True)
@@ -72,86 +74,85 @@ class Recorded:
 
 
 def read_parts(parts: Sequence[Part]) -> Recorded:
-    """Everything that was recorded, without what the profiler itself did."""
+    """All spans and messages, without the profiler's own."""
     own = _own_messages(parts)
-    functions = {row.message: row.detail for part in parts for row in part.rows if row.stage == "run" and row.detail}
+    events = [row.event for part in parts for row in part.rows]
+    functions = {event.message_id: event.detail for event in events if event.stage == "run" and event.detail}
+    own_sent = {
+        event.message_id: event.nbytes for event in events if event.stage == "write" and event.message_id in own
+    }
     spans: list[Span] = []
-    sent: dict[int, tuple[End, Row]] = {}
-    read: dict[int, tuple[End, Row]] = {}
-    own_sent: dict[int, int] = {}
+    sent: dict[int, tuple[End, Event]] = {}
+    read: dict[int, End] = {}
     for part in parts:
-        rows = []
-        for row in part.rows:
-            if row.stage == "write" and row.message in own:
-                own_sent[row.message] = row.nbytes
-            if row.message in own:
-                continue
-            rows.append(row)
-            if row.stage in ("write", "read"):
-                end = End(part.worker, row.thread, row.at, row.nbytes)
-                (sent if row.stage == "write" else read)[row.message] = end, row
+        rows = [row for row in part.rows if row.event.message_id not in own]
+        for event, _, thread in rows:
+            end = End(part.worker, thread, event.at, event.nbytes)
+            if event.stage == "write":
+                sent[event.message_id] = end, event
+            elif event.stage == "read":
+                read[event.message_id] = end
         spans += _spans_of(part, rows, functions)
-    both = sent.keys() & read.keys()
-    messages = [Message(id, row.kind, row.reply_to, end, read[id][0]) for id, (end, row) in sent.items() if id in both]
+    messages = [
+        Message(id, event.kind, event.reply_to, end, read[id]) for id, (end, event) in sent.items() if id in read
+    ]
     return Recorded(spans, messages, len(sent.keys() ^ read.keys()), len(own_sent), sum(own_sent.values()))
 
 
 def _own_messages(parts: Sequence[Part]) -> set[int]:
     """The calls that the profiler made itself, and their answers."""
-    rows = [row for part in parts for row in part.rows]
-    calls = {row.message for row in rows if row.detail in OWN}
+    events = [row.event for part in parts for row in part.rows]
+    calls = {event.message_id for event in events if event.detail == ask_recorder.__name__}
     calls |= {id for part in parts for id in (part.started_by, part.told_by) if id}
-    return calls | {row.message for row in rows if row.reply_to in calls}
+    return calls | {event.message_id for event in events if event.reply_to in calls}
 
 
 def _spans_of(part: Part, rows: list[Row], functions: dict[int, str]) -> list[Span]:
     found: list[Span] = []
     open_spans: dict[int, list[Span]] = {}  # by thread, the innermost last
 
-    def name_of(stage: str, row: Row) -> str:
-        match stage:
-            case "run":
-                return row.detail or "a function"
-            case "pass":
-                return "backward"
-            case "wait":
-                what = functions.get(row.message) or row.detail or "an answer"
-                return f"wait for {what}" if row.kind == "call" else "wait for gradients"
-            case "receive":
-                return f"handle {row.kind}"
-        return f"{stage} {row.kind}"
-
-    def begin(stage: str, row: Row) -> None:
+    def add(stage: str, row: Row, end: float) -> Span:
+        event, name = row.event, _name_of(stage, row.event, functions)
         span = Span(
-            part.worker, row.thread, stage, name_of(stage, row), row.at, part.ended, row.message, row.peer, row.nbytes
+            part.worker, row.thread, stage, name, event.at, end, event.message_id, event.peer, event.nbytes
         )  # fmt: skip
         found.append(span)
-        open_spans.setdefault(row.thread, []).append(span)
+        return span
+
+    def begin(stage: str, row: Row) -> None:
+        open_spans.setdefault(row.thread, []).append(add(stage, row, part.ended))
 
     def end(stages: tuple[str, ...], row: Row) -> None:
         stack = open_spans.get(row.thread, [])
-        if any(span.stage in stages and span.message == row.message for span in stack):
-            while stack:
-                span = stack.pop()
-                span.end = row.at
-                if span.stage in stages and span.message == row.message:
-                    return
+        for place in reversed(range(len(stack))):
+            if stack[place].stage in stages and stack[place].message == row.event.message_id:
+                for span in stack[place:]:
+                    span.end = row.event.at
+                del stack[place:]
+                return
 
     for row in rows:
+        stage, is_start = row.event.stage, row.event.phase == "started"
         if row.until:
-            name = f"read {row.kind}" if row.stage == "read" else "the profiler starts"
-            found.append(
-                Span(
-                    part.worker, row.thread, row.stage, name, row.at, row.until, row.message, row.peer, row.nbytes
-                )
-            )  # fmt: skip
-        elif row.stage == "send" and row.phase == "started":
-            begin("encode", row)
-        elif row.stage == "write":
+            add(stage, row, row.until)
+        elif stage == "write":  # one event for the end of encoding and the start of writing
             end(("encode",), row)
             begin("write", row)
-        elif row.phase == "started":
-            begin(row.stage, row)
+        elif is_start:
+            begin("encode" if stage == "send" else stage, row)
         else:
-            end(("encode", "write") if row.stage == "send" else (row.stage,), row)
+            end(("encode", "write") if stage == "send" else (stage,), row)
     return [span for span in found if span.end >= span.start]
+
+
+def _name_of(stage: str, event: Event, functions: dict[int, str]) -> str:
+    match stage:
+        case "run":
+            return event.detail or "a function"
+        case "wait" if event.kind == "call":
+            return f"wait for {functions.get(event.message_id) or event.detail or 'an answer'}"
+        case "wait":
+            return "wait for gradients"
+        case "receive":
+            return f"handle {event.kind}"
+    return _NAMES.get(stage) or f"{stage} {event.kind}"

@@ -9,23 +9,17 @@ from typing import Any
 
 from ..primitives.text import clean
 from .breakdown import STATES, Interval, breakdown
+from .chrome import MESSAGES, ChromeEvent, end_of
 from .critical_path import Link, critical_path
-from .timeline import MESSAGES, ChromeEvent
 
-TITLES = {
-    "compute": "compute",
-    "serialise": "serialising",
-    "wire": "on the wire",
-    "wait": "waiting",
-    "idle": "idle",
-}
+TITLES = dict(zip(STATES, ("compute", "serialising", "on the wire", "waiting", "idle"), strict=True))
 _SHOWN = 8  # links of the critical path, the longest
 _STEP = "ProfilerStep#"
 
 
 @dataclass(frozen=True)
 class WorkerTime:
-    """Of one worker. In microseconds, of all steps together."""
+    """The time of one worker, in microseconds, of all steps together."""
 
     name: str
     time: Mapping[str, float]  # by state, see TITLES
@@ -66,8 +60,7 @@ class Summary:
                 for w in self.workers
             },
             "critical_path": [
-                {"worker": worker, "what": what, "name": name, "time": time}
-                for worker, what, name, time in self.path_shares()
+                dict(zip(("worker", "what", "name", "time"), share, strict=True)) for share in self.path_shares()
             ],
             "missing": dict(self.missing),
         }
@@ -79,58 +72,44 @@ class Summary:
             return f"{self.steps} steps, {_time(self.length / self.steps)} each"
         return f"{'one step' if self.steps else 'everything'}, {_time(self.length)}"
 
-    def _header(self) -> list[str]:
-        return ["worker", *TITLES.values(), "messages out", "bytes out"]
+    def _per_step(self, time: float) -> tuple[str, str]:
+        """The time of one step, and its share."""
+        return _time(time / max(self.steps, 1)), f"{time / self.length:.0%}" if self.length else "0%"
 
     def _rows(self) -> list[list[str]]:
-        rows = []
+        """The table, its header first."""
+        rows = [["worker", *TITLES.values(), "messages out", "bytes out"]]
         for worker in self.workers:
-            per = max(self.steps, 1)
-            times = [f"{_time(worker.time[state] / per)} {_share(worker.time[state], self.length)}" for state in STATES]
+            times = [" ".join(self._per_step(worker.time[state])) for state in STATES]
             rows.append([clean(worker.name), *times, str(worker.messages_out), _bytes(worker.bytes_out)])
         return rows
 
-    def _notes(self) -> list[str]:
-        found = [f"worker {w.name!r}: {w.note}" for w in self.workers if w.note]
-        found += [f"worker {name!r} is missing: {why}" for name, why in self.missing.items()]
-        return [clean(note) for note in found]
-
-    def _path_lines(self) -> list[str]:
-        if not self.path:
-            return []
-        shares = self.path_shares()
-        lines = ["critical path, the longest first:"]
-        for worker, what, name, time in shares[:_SHOWN]:
-            per_step = _time(time / max(self.steps, 1))
-            lines.append(f"  {per_step:>9} {_share(time, self.length):>4}  {clean(worker)}: {_link(what, clean(name))}")
+    def _lines_below(self) -> list[str]:
+        """The critical path, and notes."""
+        shares = [(time, f"{clean(w)}: {_link(what, clean(name))}") for w, what, name, time in self.path_shares()]
         if len(shares) > _SHOWN:
-            rest = sum(time for *_, time in shares[_SHOWN:])
-            lines.append(
-                f"  {_time(rest / max(self.steps, 1)):>9} {_share(rest, self.length):>4}  {len(shares) - _SHOWN} others"
-            )
-        return lines
+            rest = sum(time for time, _ in shares[_SHOWN:])
+            shares[_SHOWN:] = [(rest, f"{len(shares) - _SHOWN} others")]
+        lines = ["critical path, the longest first:"] if shares else []
+        for time, text in shares:
+            per_step, share = self._per_step(time)
+            lines.append(f"  {per_step:>9} {share:>4}  {text}")
+        lines += [clean(f"worker {w.name!r}: {w.note}") for w in self.workers if w.note]
+        return lines + [clean(f"worker {name!r} is missing: {why}") for name, why in self.missing.items()]
 
     def __str__(self) -> str:
-        header, rows = self._header(), self._rows()
-        widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [self._title()]
-        for row in [header, *rows]:
-            cells = [row[0].ljust(widths[0])]
-            cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        for first, *rest in rows:
+            cells = [first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]
             lines.append("  ".join(cells).rstrip())
-        return "\n".join([*lines, *self._path_lines(), *self._notes()])
+        return "\n".join([*lines, *self._lines_below()])
 
     def __rich__(self) -> Any:
-        from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=self._title(), title_justify="left", box=None, pad_edge=False)
-        for place, title in enumerate(self._header()):
-            table.add_column(title, justify="right" if place else "left")
-        for row in self._rows():
-            table.add_row(*map(Text, row))
-        return Group(table, *map(Text, [*self._path_lines(), *self._notes()]))
+        return Text(str(self))  # as it is: rich would show the fields of a dataclass
 
 
 def _link(what: str, name: str) -> str:
@@ -143,10 +122,6 @@ def _time(microseconds: float) -> str:
     return f"{microseconds / 1000:.1f} ms" if microseconds < 1e6 else f"{microseconds / 1e6:.2f} s"
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}" if whole else "0%"
-
-
 def _bytes(count: int) -> str:
     size, units = float(count), ["B", "KiB", "MiB", "GiB"]
     while size >= 1024 and len(units) > 1:
@@ -156,7 +131,7 @@ def _bytes(count: int) -> str:
 
 
 def summarise(events: Sequence[ChromeEvent], about: Mapping[str, Any], processes: Mapping[int, str]) -> Summary:
-    """What a trace says of the time of its steps; of all of it, if the program did not count any."""
+    """The summary of a trace's steps; of all of it, if the program did not count any."""
     root = about.get("root", "")
     steps = _steps(events, processes, root)
     windows = steps or _windows(events, about)
@@ -176,14 +151,14 @@ def summarise(events: Sequence[ChromeEvent], about: Mapping[str, Any], processes
 def _windows(events: Sequence[ChromeEvent], about: Mapping[str, Any]) -> list[Interval]:
     if about:
         return [(start, end) for start, end in about.get("windows") or [about["window"]]]
-    slices = [(e["ts"], e["ts"] + e.get("dur", 0)) for e in events if e.get("ph") == "X"]
-    return [(min(s for s, _ in slices), max(e for _, e in slices))] if slices else []
+    slices = [e for e in events if e.get("ph") == "X"]
+    return [(min(e["ts"] for e in slices), max(e["ts"] + e.get("dur", 0) for e in slices))] if slices else []
 
 
 def _steps(events: Sequence[ChromeEvent], processes: Mapping[int, str], root: str) -> list[Interval]:
     """The steps that the program counted, with profile.step()."""
     found = {
-        e["name"]: (e["ts"], e["ts"] + e["dur"])
+        e["name"]: (e["ts"], end_of(e))
         for e in events
         if e.get("ph") == "X" and e["name"].startswith(_STEP) and processes.get(e["pid"]) == root
     }

@@ -1,4 +1,4 @@
-"""Trace: what all workers did, as one file that Perfetto opens.
+"""Trace: the work of all workers, as one file that Perfetto opens.
 
 load(path), merge(paths)  ->  Trace  ->  save(path), summary()
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TraceError
+from .chrome import FORMAT, MESSAGES, ChromeEvent
 from .summary import Summary, summarise
-from .timeline import FORMAT, MESSAGES, ChromeEvent
 
 StrPath = str | os.PathLike[str]
 
@@ -34,7 +34,7 @@ class Trace:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """The names of those that something is known of."""
+        """The names of the workers whose recordings are in it."""
         return tuple(self.processes.values())
 
     @property
@@ -48,11 +48,11 @@ class Trace:
 
     @property
     def missing(self) -> dict[str, str]:
-        """The workers that took part and of which nothing came, and why."""
+        """The workers that took part and sent no recording, and why."""
         return {name: said["why"] for name, said in self.about.get("missing", {}).items()}
 
     def summary(self) -> Summary:
-        """Where the time went, worker by worker, and what the slowest chain of work was."""
+        """The time of each worker, by what it did, and the slowest chain of work."""
         return summarise(self.events, self.about, self.processes)
 
     def save(self, path: StrPath) -> None:
@@ -128,49 +128,56 @@ def merge(paths: Iterable[StrPath]) -> Trace:
         raise TraceError("there is nothing to merge: give the paths of traces")
     base = min(trace.base_ns for trace in traces)
     numbers: dict[Any, int] = {}
-    events: list[ChromeEvent] = []
-    about = _merged_about(traces, numbers, base)
-    for place, trace in enumerate(traces):
-        shift = (trace.base_ns - base) / 1000
-        names = trace.processes
-        for event in trace.events:
-            moved = dict(event)
-            if "pid" in moved:
-                moved["pid"] = _number_of(place, moved["pid"], names, trace, numbers)
-            if "ts" in moved:
-                moved["ts"] = round(moved["ts"] + shift, 3)
-            if "id" in moved:
-                moved["id"] = f"{place}/{moved['id']}"
-            events.append(moved)
-    return Trace(events, about, base_ns=base)
+    moved = [_moved(trace, place, base, numbers) for place, trace in enumerate(traces)]
+    events = [event for trace in moved for event in trace.events]
+    return Trace(events, _merged_about([trace.about for trace in moved]), base_ns=base)
 
 
-def _number_of(place: int, pid: Any, names: dict[int, str], trace: Trace, numbers: dict[Any, int]) -> int:
-    """The process that a process of one of the traces becomes: a worker's own, or a new one."""
-    key: Any = (place, pid)
-    if trace.about and pid in names:
-        said = trace.about["workers"][names[pid]]
-        key = names[pid], said["process"]
-    return numbers.setdefault(key, len(numbers) + 1)
+def _moved(trace: Trace, place: int, base_ns: int, numbers: dict[Any, int]) -> Trace:
+    """A trace at the time of day of all of them, with numbers for its processes that none of the others has; a worker
+    that is in several has one."""
+    shift = (trace.base_ns - base_ns) / 1000
+    names = trace.processes
+
+    def number_of(pid: Any) -> int:
+        key: Any = (place, pid)
+        if trace.about and pid in names:
+            key = names[pid], trace.about["workers"][names[pid]]["process"]
+        return numbers.setdefault(key, len(numbers) + 1)
+
+    about = dict(trace.about)
+    if about:
+        about["window"] = [edge + shift for edge in about["window"]]
+        for which in ("workers", "missing"):
+            about[which] = {name: {**said, "pid": number_of(said["pid"])} for name, said in about[which].items()}
+    events = [dict(event) for event in trace.events]
+    for event in events:
+        if "pid" in event:
+            event["pid"] = number_of(event["pid"])
+        if "ts" in event:
+            event["ts"] = round(event["ts"] + shift, 3)
+        if "id" in event:
+            event["id"] = f"{place}/{event['id']}"
+    return Trace(events, about, base_ns=base_ns)
 
 
-def _merged_about(traces: Sequence[Trace], numbers: dict[Any, int], base: int) -> dict[str, Any]:
-    if not all(trace.about for trace in traces):
+def _merged_about(abouts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if not all(abouts):
         return {}
-    about: dict[str, Any] = {"format": FORMAT, "root": traces[0].about["root"], "workers": {}, "missing": {}}
-    windows = []
-    for place, trace in enumerate(traces):
-        shift = (trace.base_ns - base) / 1000
-        windows.append([edge + shift for edge in trace.about["window"]])
-        names = trace.processes
-        for name, said in trace.about["workers"].items():
-            number = _number_of(place, said["pid"], names, trace, numbers)
-            about["workers"].setdefault(name, {**said, "pid": number})
-        for name, said in trace.about["missing"].items():
-            number = _number_of(place, said["pid"], names, trace, numbers)
-            about["missing"][name] = {**said, "pid": number}
-    about["window"] = [min(w[0] for w in windows), max(w[1] for w in windows)]
-    about["windows"] = windows
-    for count in ("messages", "bytes", "one_ended", "contradicting", "crossing"):
-        about[count] = sum(trace.about[count] for trace in traces)
-    return about
+    windows = [about["window"] for about in abouts]
+    workers: dict[str, Any] = {}
+    missing: dict[str, Any] = {}
+    for about in abouts:
+        for name, said in about["workers"].items():
+            workers.setdefault(name, said)
+        missing |= about["missing"]
+    counts = ("messages", "bytes", "one_ended", "contradicting", "crossing")
+    return {
+        "format": FORMAT,
+        "root": abouts[0]["root"],
+        "window": [min(start for start, _ in windows), max(end for _, end in windows)],
+        "windows": windows,
+        "workers": workers,
+        "missing": missing,
+        **{count: sum(about[count] for about in abouts) for count in counts},
+    }

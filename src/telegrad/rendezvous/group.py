@@ -1,4 +1,4 @@
-"""How workers find each other: one of torch's stores, and what a group keeps in it.
+"""How workers find each other: one of torch's stores, and the keys of a group in it.
 
     group                a random name; connections between different groups are refused
     size                 how many workers it has
@@ -6,7 +6,7 @@
     name/<name>          the id of the worker that has the name
     rank/<rank>          the id of the worker that has the rank (groups of a fixed size)
     member/<id>          its Member entry
-    <barrier>/...        who has arrived where
+    <barrier>/<rank>     set when that rank has arrived there
 
 A store's client blocks all its users while it waits for a key, so a worker that waits polls instead. Each request has
 a time limit (see store.py).
@@ -21,7 +21,7 @@ import time
 import uuid
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -44,7 +44,7 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
     `env://` reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, as torchrun sets them.
 
     Raises:
-        RendezvousError: the address makes no sense, its port is in use, or nobody serves the store.
+        RendezvousError: the address makes no sense, its port is in use, or no process serves the store.
     """
     try:
         url = urlsplit(init_method)
@@ -68,13 +68,8 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
 
 
 def _from_query(query: str, rank: int, world_size: int | None) -> tuple[int, int | None]:
-    for part in filter(None, query.split("&")):
-        key, _, value = part.partition("=")
-        if key == "rank":
-            rank = int(value)
-        elif key == "world_size":
-            world_size = int(value)
-    return rank, world_size
+    given = {key: int(value) for key, value in parse_qsl(query) if key in ("rank", "world_size")}
+    return given.get("rank", rank), given.get("world_size", world_size)
 
 
 def _open_env(rank: int, world_size: int | None, timeout: float) -> tuple[Any, int, int | None]:
@@ -98,7 +93,7 @@ def _open_env(rank: int, world_size: int | None, timeout: float) -> tuple[Any, i
 
 
 def _open_tcp(host: str, port: int, rank: int, timeout: float) -> Any:
-    """Rank 0 serves the store. Without a rank, whoever comes first at the address does."""
+    """Opens the store at that address. Rank 0 serves it; without ranks, the first process to come does."""
     if rank > 0:
         return connect_store(host, port, timeout)
     try:
@@ -116,16 +111,8 @@ def serve_store(host: str, port: int, timeout: float) -> Any:
     """A store that listens at that address only (torch's own would listen on every interface)."""
     with socket.create_server((host, port), backlog=2048) as listener:
         port = listener.getsockname()[1]
-        store = TCPStore(
-            host,
-            port,
-            None,
-            True,
-            _seconds(timeout),
-            wait_for_workers=False,
-            master_listen_fd=os.dup(listener.fileno()),
-        )
-    return store
+        limit, fd = datetime.timedelta(seconds=timeout), os.dup(listener.fileno())
+        return TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=fd)
 
 
 def connect_store(host: str, port: int, timeout: float, *, wait: bool = True) -> Any:
@@ -143,12 +130,10 @@ def connect_store(host: str, port: int, timeout: float, *, wait: bool = True) ->
                 ) from error
             interruptible(time.sleep, 0.02)
     until = Deadline(max(1.0, deadline - clock.now()))
+    limit = datetime.timedelta(seconds=until.seconds)
     client = StoreClient(None)
     try:
-        return client.ask(
-            lambda _: TCPStore(host, port, None, False, _seconds(until.seconds), wait_for_workers=False),
-            until,
-        )
+        return client.ask(lambda _: TCPStore(host, port, None, False, limit, wait_for_workers=False), until)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, RendezvousError):
             raise RendezvousError(f"at {host}:{port}: {error}") from None
@@ -159,10 +144,6 @@ def connect_store(host: str, port: int, timeout: float, *, wait: bool = True) ->
 
 def _knock(host: str, port: int, timeout: float) -> None:
     socket.create_connection((host, port), timeout=timeout).close()
-
-
-def _seconds(timeout: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=timeout)
 
 
 def _first_line(error: BaseException) -> str:
@@ -177,8 +158,8 @@ def this_host() -> str:
 
 
 class Group:
-    """The workers that share a store, as one of them sees it. What asks the store takes a time limit in seconds; by
-    default that of the start-up."""
+    """The workers that share a store, as one of them sees it. Methods that ask the store take a time limit in seconds;
+    by default that of the start-up."""
 
     def __init__(self, store: Any, world_size: int | None, timeout: float) -> None:
         self._client = StoreClient(PrefixStore(_PREFIX, store))
@@ -206,9 +187,9 @@ class Group:
     def _until(self, timeout: float | None) -> Deadline:
         return Deadline(self._timeout if timeout is None else timeout)
 
-    def _ask(self, until: Deadline, function: Callable[[Any], Any]) -> Any:
+    def _ask(self, until: Deadline, method: str, *args: Any) -> Any:
         try:
-            return self._client.ask(function, until)
+            return self._client.ask(lambda store: getattr(store, method)(*args), until)
         except RendezvousError:
             raise
         except Exception as error:
@@ -218,16 +199,13 @@ class Group:
 
     def _get(self, key: str, until: Deadline) -> bytes | None:
         # Not get(), which waits for a key that is not there, and keeps all others from the store meanwhile. Compared
-        # with what no key is ever set to, nothing is set, and what is there comes back.
-        found: bytes = self._ask(until, lambda store: store.compare_set(key, _NEVER, _NEVER))
+        # with a value that no key ever has, nothing is set, and the key's own value comes back.
+        found: bytes = self._ask(until, "compare_set", key, _NEVER, _NEVER)
         return None if found == _NEVER.encode() else found
-
-    def _set(self, key: str, value: str | bytes, until: Deadline) -> None:
-        self._ask(until, lambda store: store.set(key, value))
 
     def _compare_set(self, key: str, expected: str, desired: str, until: Deadline) -> str:
         """Sets the key if it is as expected (empty: not there); what it is then."""
-        value: bytes = self._ask(until, lambda store: store.compare_set(key, expected, desired))
+        value: bytes = self._ask(until, "compare_set", key, expected, desired)
         return value.decode()
 
     # -- joining and leaving ---------------------------------------------------------------------------
@@ -238,9 +216,9 @@ class Group:
         if self.world_size is not None:
             if not 0 <= rank < self.world_size:
                 raise RendezvousError(f"rank {rank} is not within world_size {self.world_size}; ranks start at 0")
-            if self._ask(until, lambda store: store.add(f"incarnations/{rank}", 1)) == 1:
+            if self._ask(until, "add", f"incarnations/{rank}", 1) == 1:
                 return rank
-        id = int(self._ask(until, lambda store: store.add("ids", 1))) - 1 + (self.world_size or 0)
+        id = int(self._ask(until, "add", "ids", 1)) - 1 + (self.world_size or 0)
         if id > MAX_WORKER_ID:
             raise RendezvousError(f"this group has had {MAX_WORKER_ID} workers; start a new one")
         return id
@@ -270,16 +248,16 @@ class Group:
 
     def publish(self, member: Member) -> None:
         until = self._until(None)
-        self._set(f"member/{member.id}", msgspec.msgpack.encode(member), until)
+        self._ask(until, "set", f"member/{member.id}", msgspec.msgpack.encode(member))
         if member.rank >= 0:
-            self._set(f"rank/{member.rank}", str(member.id), until)
+            self._ask(until, "set", f"rank/{member.rank}", str(member.id))
             if member.id != member.rank:  # it takes the place of one that has left
-                self._ask(until, lambda store: store.delete_key(f"left/{member.rank}"))
+                self._ask(until, "delete_key", f"left/{member.rank}")
 
     def fail(self, rank: int, reason: str) -> None:
-        """Tells those who wait for this rank that it does not come."""
+        """Tells the workers that wait for this rank that it does not come."""
         if self.world_size is not None:
-            self._set(f"failed/{rank}", reason, self._until(_LEAVING))
+            self._ask(self._until(_LEAVING), "set", f"failed/{rank}", reason)
 
     def leave(self, member: Member, *, tell: bool) -> None:
         """Frees the name, if the others are to be told, and lets go of the store. Takes a second at most.
@@ -289,10 +267,10 @@ class Group:
         until = self._until(_LEAVING)
         try:
             if tell and member.rank >= 0:
-                self._set(f"left/{member.rank}", b"1", until)
+                self._ask(until, "set", f"left/{member.rank}", b"1")
             if tell:
                 self._compare_set(f"name/{member.name}", str(member.id), "", until)
-                self._ask(until, lambda store: store.delete_key(f"member/{member.id}"))
+                self._ask(until, "delete_key", f"member/{member.id}")
         except RendezvousError as error:
             logger.debug("worker %r left its group without a word: %s", member.name, error)
         finally:
@@ -319,7 +297,7 @@ class Group:
     def members(self, timeout: float | None = None) -> list[Member]:
         """All members, by id."""
         until = self._until(timeout)
-        count = int(self._ask(until, lambda store: store.add("ids", 0))) + (self.world_size or 0)
+        count = int(self._ask(until, "add", "ids", 0)) + (self.world_size or 0)
         return [member for id in range(count) if (member := self._member(id, until))]
 
     def wait_for_all(self) -> list[Member]:
@@ -349,10 +327,10 @@ class Group:
     # -- barriers --------------------------------------------------------------------------------------
 
     def arrive(self, barrier: str, rank: int, timeout: float | None = None) -> None:
-        self._set(f"{barrier}/{rank}", b"1", self._until(timeout))
+        self._ask(self._until(timeout), "set", f"{barrier}/{rank}", b"1")
 
     def arrived(self, barrier: str, rank: int, timeout: float | None = None) -> bool:
-        return bool(self._ask(self._until(timeout), lambda store: store.check([f"{barrier}/{rank}"])))
+        return bool(self._ask(self._until(timeout), "check", [f"{barrier}/{rank}"]))
 
 
 def poll_until(condition: Callable[[], bool], timeout: float | None) -> bool:

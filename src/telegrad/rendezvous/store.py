@@ -1,8 +1,8 @@
 """StoreClient: requests to a store, each with a time limit.
 
-torch's client of a store blocks in C for as long as the store's process is stopped or its host unreachable, whatever
-timeout the client was given. So no caller enters it: a thread of the StoreClient makes the requests, one after the
-other, and a caller waits for its answer no longer than it wants to. A request whose caller has given up is not begun.
+torch's client of a store blocks in C for as long as the store's process is stopped or its host unreachable; its timeout
+does not help. So no caller enters it: a thread of the StoreClient makes the requests, one after the other, and a caller
+waits for its answer until its own deadline. A request whose caller has given up is not begun.
 
 The thread is a daemon. It ends when there was nothing to ask for a while, and when the client is closed. One that is
 stuck in C stays, with the store's descriptor, until the store answers or the process ends; nothing waits for it.
@@ -43,7 +43,7 @@ class _Request:
         # client's thread would wait for that when it sets the event.
         self._answered = threading.Lock()
         self._answered.acquire()
-        self.abandoned = False  # its caller has given up
+        self.abandoned = False  # its caller waits no longer
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -73,7 +73,7 @@ class StoreClient:
 
         Raises:
             RendezvousError: no answer in time, or the client is closed.
-            Whatever the function raises.
+            Exception: the one that the function raises.
         """
         request = _Request(function)
         with critical():

@@ -1,9 +1,9 @@
-"""What one worker records for a timeline: the stages of its messages, and its process's operators.
+"""Recorder: records one worker's part of a timeline, the stages of its messages and its process's operators.
 
-    root      starts a session: recorder.start()
-    everyone  marks what it sends (`Envelope.profiling`); whoever reads a marked message takes part from then on
-              (answers excepted: they go to workers that may not be profiled), and tells the root
-    root      recorder.hold() everywhere, so that nothing new is recorded, then recorder.collect()
+    root          starts a session: recorder.start()
+    participants  mark what they send (`Envelope.profiling`). A worker that reads a marked message takes part from then
+                  on, and tells the root. Answers don't count: they go to workers that may not be profiled
+    root          recorder.hold() on all of them, so that nothing new is recorded, then recorder.collect()
 
 A worker takes part in one session at a time. It stops by itself when the root is gone.
 """
@@ -14,134 +14,116 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from ..errors import TelegradError
 from ..events import Event, Events, logger
 from ..messages import KIND_NAMES, Envelope, Hello, Kind, Profiling, Session, sender_of
 from ..primitives import current
 from ..primitives.interrupts import interruptible
-from ..rendezvous.group import Group
 from ..transport.base import Connection, Frames
 from . import profiled_calls
 from .torch_profiler import Operators, clock_offset
+
+if TYPE_CHECKING:
+    from ..worker import Worker
 
 MOST_ROWS = 4_000_000  # of one worker; about a gigabyte
 _TELLING = 30.0  # seconds in which the root hears of a worker that takes part
 _ANSWERS = frozenset((int(Kind.REPLY), int(Kind.FAILURE), int(Kind.DONE)))
 
 
-class Host(Protocol):
-    """The worker, as far as it is needed here."""
-
-    name: str
-    id: int
-    group: Group
-
-    @property
-    def call_async(self) -> Callable[..., Any]: ...
-
-
 class Row(NamedTuple):
-    """One event. Times are of time.perf_counter(), in seconds."""
+    """One recorded event. Its times are of time.perf_counter(), in seconds."""
 
-    at: float
-    until: float  # of what is noted when it is over; else 0
-    thread: int  # as the system counts them
-    stage: str
-    phase: str
-    kind: str
-    message: int
-    reply_to: int
-    peer: str
-    nbytes: int
-    detail: str
+    event: Event
+    until: float  # the end of a stage that is recorded as a whole; else 0
+    thread: int  # the system's number
 
 
-class Part(msgspec.Struct, frozen=True):
-    """What one worker recorded."""
+class Part(msgspec.Struct):
+    """The recording of one worker."""
 
     worker: str
     id: int
-    process: str  # which of all processes; workers may share one
-    rows: list[Row]
-    threads: dict[int, str]  # their names
+    process: str  # host and process; workers may share one
     began: float
-    ended: float
-    operators: bytes  # torch's export, compressed; none where another worker of the process has it
-    missing: str  # why there are no operators, or not all rows
-    clock_offset: int  # in nanoseconds: see operators.py
-    sent_to: tuple[int, ...]
-    main_thread: int  # of the root: the one that began the session; else 0
-    started_by: int  # the call by which the root has had it take part; 0: none
-    told_by: int  # the call by which it has told the root; 0: none
+    main_thread: int  # of the root: the thread that began the session; else 0
+    ended: float = 0.0
+    rows: list[Row] = msgspec.field(default_factory=list)  # appended to on any thread
+    threads: dict[int, str] = msgspec.field(default_factory=dict)  # their names
+    sent_to: set[int] = msgspec.field(default_factory=set)
+    operators: bytes = b""  # torch's export, compressed; none where another worker of the process has it
+    missing: str = ""  # why there are no operators, or not all rows
+    clock_offset: int = 0  # in nanoseconds: see torch_profiler.py
+    started_by: int = 0  # the call by which the root has had it take part; 0: none
+    told_by: int = 0  # the call by which it has told the root; 0: none
 
 
 class _Recording:
-    def __init__(self, session: Session, *, has_joined: bool) -> None:
+    """A recording that goes on."""
+
+    def __init__(self, session: Session, part: Part, *, has_joined: bool) -> None:
         self.session = session
-        self.began = time.perf_counter()
-        self.ended = 0.0
-        self.main_thread = threading.get_native_id() if has_joined else 0
-        self.started_by = 0
-        self.told_by = 0
-        self._events: list[tuple[Event, float, int]] = []  # with end and thread; appended to on any thread
-        self.threads: dict[int, str] = {}
-        self.sent_to: set[int] = set()
+        self.part = part
         self.has_joined = has_joined
         self.is_held = False
         self.operators: Operators | None = None
-        self.exported = b""
-        self.missing = ""
 
     def add(self, event: Event, until: float = 0.0) -> None:
-        thread = threading.get_native_id()
-        if thread not in self.threads:
-            self.threads[thread] = threading.current_thread().name
-        if len(self._events) < MOST_ROWS:
-            self._events.append((event, until, thread))
-        elif not self.missing:
-            self.missing = f"more than {MOST_ROWS} events: the rest is left out"
+        part, thread = self.part, threading.get_native_id()
+        if thread not in part.threads:
+            part.threads[thread] = threading.current_thread().name
+        if len(part.rows) < MOST_ROWS:
+            part.rows.append(Row(event, until, thread))
+        elif not part.missing:
+            part.missing = f"more than {MOST_ROWS} events: the rest is left out"
 
-    def rows(self) -> list[Row]:
-        return [
-            Row(
-                event.at, until, thread, event.stage, event.phase, event.kind, event.message_id, event.reply_to,
-                event.peer, event.nbytes, event.detail,
-            )
-            for event, until, thread in self._events
-        ]  # fmt: skip
+    def start_operators(self, group: str) -> None:
+        self.operators, why = Operators.start(f"{group}/{self.session.id}", self.session.settings)
+        self._note_missing(why)
+
+    def stop_operators(self) -> None:
+        operators, self.operators = self.operators, None
+        if operators is not None:
+            self.part.operators, why = operators.stop()
+            self._note_missing(why)
+
+    def _note_missing(self, why: str) -> None:
+        if why:
+            self.part.missing = f"its operators are missing: {why}"
 
 
 class Recorder:
-    """Of one worker."""
+    """Records for the sessions that one worker takes part in, one after the other."""
 
-    def __init__(self, worker: Host, events: Events) -> None:
+    def __init__(self, worker: Worker, events: Events) -> None:
         self._worker = worker
         self._events = events
         self._lock = threading.Lock()  # guards the beginning and the end of a recording
         self._recording: _Recording | None = None
+        self._unsubscribe: Callable[[], None] | None = None  # there while there is a recording
         self.on_joined: Callable[[int], None] | None = None  # of a root: a worker takes part
-        self._unsubscribe: Callable[[], None] = _nothing
 
     # -- the path of a message -------------------------------------------------------------------------
 
     def mark(self, envelope: Envelope, peer: Hello) -> Envelope:
-        """A message is about to be sent: whoever gets it takes part."""
+        """Marks a message that is about to be sent, so that its receiver takes part."""
         recording = self._recording
         if recording is None or recording.is_held:
             return envelope
         if envelope.kind == Kind.CALL and profiled_calls.is_local_only():
             return envelope
         if envelope.kind not in _ANSWERS:
-            recording.sent_to.add(peer.id)
+            recording.part.sent_to.add(peer.id)
         call = envelope.profiling.call if envelope.profiling is not None else None
-        return msgspec.structs.replace(envelope, profiling=Profiling(call, recording.session))
+        return replace(envelope, profiling=Profiling(call, recording.session))
 
     def on_read(self, envelope: Envelope, connection: Connection, frames: Frames, opened: float) -> None:
-        """A message with something for profilers was read. While reading: takes no time."""
+        """Records a marked message. The reader thread calls it: it takes no time."""
         session = envelope.profiling.session if envelope.profiling is not None else None
         if session is None:
             return
@@ -154,7 +136,8 @@ class Recorder:
             recording.add(read, time.perf_counter())
 
     def on_receive(self) -> None:
-        """A message is about to be handled. The first one of a session has the worker take part in earnest."""
+        """Joins the session of the first marked message, before that is handled: starts torch's profiler and tells the
+        root."""
         recording = self._recording
         if recording is None or recording.has_joined:
             return
@@ -163,16 +146,16 @@ class Recorder:
                 return
             recording.has_joined = True
         began = time.perf_counter()
-        self._start_operators(recording)
+        recording.start_operators(self._worker.group.name)
         recording.add(Event("join", "complete", "", 0, "", at=began), time.perf_counter())
         root = sender_of(recording.session.id)
         try:
-            args = (recording.session.id, self._worker.id)
-            told = interruptible(self._worker.call_async, root, profiler_joined, args, None, _TELLING)
+            args = ("joined", recording.session.id, self._worker.id)
+            told: Any = interruptible(self._worker.call_async, root, ask_recorder, args, None, _TELLING)
         except TelegradError:
-            self._drop(recording)  # nobody would ever collect it
+            self._drop(recording)  # there is no root that would collect it
         else:
-            recording.told_by = told.call.id
+            recording.part.told_by = told.call.id
             told.add_done_callback(lambda done: self._on_told(recording, done))
 
     def _on_told(self, recording: _Recording, done: Any) -> None:
@@ -188,11 +171,11 @@ class Recorder:
         if recording is not None and not recording.is_held:
             recording.add(event)
 
-    # -- a session -------------------------------------------------------------------------------------
+    # -- a session: roots and participants call these on each other, by ask_recorder() -------------------
 
     @property
     def session(self) -> Session | None:
-        """The one that this worker takes part in."""
+        """The session that this worker takes part in."""
         recording = self._recording
         return None if recording is None else recording.session
 
@@ -200,33 +183,43 @@ class Recorder:
     def sent_to(self) -> set[int]:
         """The workers that were told of the session from here."""
         recording = self._recording
-        return set() if recording is None else set(recording.sent_to)
+        return set() if recording is None else set(recording.part.sent_to)
 
-    def start(self, session: Session, *, started_by: int = 0) -> bool:
-        """Takes part, from now on; False if it does in another session. `started_by` is the root's call."""
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    def joined(self, session_id: int, worker: int) -> bool:
+        """Notes, at the root, that a worker takes part. Returns whether it may."""
+        session, on_joined = self.session, self.on_joined
+        if on_joined is None or session is None or session.id != session_id:
+            return False
+        on_joined(worker)
+        return True
+
+    def start(self, session: Session) -> bool:
+        """Takes part from now on; False if this worker takes part in another session."""
         recording = self._begin(session, has_joined=True)
         if recording.session.id != session.id:
             return False
-        recording.started_by = started_by
+        serving = current.current_serving()
+        if serving is not None and sender_of(session.id) != self._worker.id:  # the root asks for it
+            recording.part.started_by = serving.message_id
         if recording.operators is None:
-            self._start_operators(recording)
+            recording.start_operators(self._worker.group.name)
         return True
 
     def _begin(self, session: Session, *, has_joined: bool) -> _Recording:
         with self._lock:
             if self._recording is None:
-                self._recording = _Recording(session, has_joined=has_joined)
+                process, thread = f"{os.uname().nodename}/{os.getpid()}", threading.get_native_id()
+                began, main_thread = time.perf_counter(), thread if has_joined else 0
+                part = Part(self._worker.name, self._worker.id, process, began, main_thread)
+                self._recording = _Recording(session, part, has_joined=has_joined)
                 self._unsubscribe = self._events.subscribe(self._on_event)
             return self._recording
 
-    def _start_operators(self, recording: _Recording) -> None:
-        session = recording.session
-        recording.operators, why = Operators.start(f"{self._worker.group.name}/{session.id}", session.settings)
-        if why:
-            recording.missing = f"its operators are missing: {why}"
-
     def hold(self, session_id: int) -> bool:
-        """Nothing new is recorded but what others have sent before. Returns whether it takes part."""
+        """Records nothing new from now on, except messages that were sent before. Returns whether it takes part."""
         recording = self._recording
         if recording is None or recording.session.id != session_id:
             return False
@@ -238,91 +231,40 @@ class Recorder:
             if recording.is_held:
                 return
             recording.is_held = True
-        recording.ended = time.perf_counter()
-        operators, recording.operators = recording.operators, None
-        if operators is not None:
-            recording.exported, why = operators.stop()
-            if why:
-                recording.missing = f"its operators are missing: {why}"
+        recording.part.ended = time.perf_counter()
+        recording.stop_operators()
 
     def collect(self, session_id: int) -> Part | None:
-        """Ends it, and gives what was recorded; None if it takes no part."""
+        """Ends the recording and returns it; None if this worker takes no part."""
         recording = self._recording
         if recording is None or recording.session.id != session_id:
             return None
         self._drop(recording)
-        return Part(
-            self._worker.name,
-            self._worker.id,
-            f"{os.uname().nodename}/{os.getpid()}",
-            recording.rows(),
-            recording.threads,
-            recording.began,
-            recording.ended,
-            recording.exported,
-            recording.missing,
-            clock_offset(),
-            tuple(recording.sent_to),
-            recording.main_thread,
-            recording.started_by,
-            recording.told_by,
-        )
+        # A thread that reads a message may still append to the lists.
+        rows, threads = list(recording.part.rows), dict(recording.part.threads)
+        return replace(recording.part, rows=rows, threads=threads, clock_offset=clock_offset())
 
     def _drop(self, recording: _Recording) -> None:
         self._hold(recording)
         with self._lock:
-            if self._recording is recording:
+            if self._recording is recording and self._unsubscribe is not None:
                 self._recording = None
                 self._unsubscribe()
 
     def on_lost(self, peer: int) -> None:
-        """A worker is gone: if it was the root, nobody wants the recording any more."""
+        """Drops the recording if the lost worker was its root."""
         recording = self._recording
         if recording is not None and sender_of(recording.session.id) == peer:
             logger.info("worker %r: the root of a profile is gone, its recording is dropped", self._worker.name)
             self._drop(recording)
 
     def close(self) -> None:
-        """The worker shuts down."""
+        """Drops the recording: the worker shuts down."""
         recording = self._recording
         if recording is not None:
             self._drop(recording)
 
 
-def _nothing() -> None:
-    pass
-
-
-# -- what recorders and roots call on each other -----------------------------------------------------------
-
-
-def profiler_joined(session_id: int, worker_id: int) -> bool:
-    """Run by the root: a worker takes part from now on. Returns whether it may."""
-    recorder = current.current_worker().recorder
-    session, on_joined = recorder.session, recorder.on_joined
-    if on_joined is None or session is None or session.id != session_id:
-        return False
-    on_joined(worker_id)
-    return True
-
-
-def profiler_start(session: Session) -> bool:
-    serving = current.current_serving()
-    assert serving is not None
-    return current.current_worker().recorder.start(session, started_by=serving.message_id)
-
-
-def profiler_clock() -> float:
-    return time.perf_counter()
-
-
-def profiler_hold(session_id: int) -> bool:
-    return current.current_worker().recorder.hold(session_id)
-
-
-def profiler_collect(session_id: int) -> Part | None:
-    return current.current_worker().recorder.collect(session_id)
-
-
-# The names of all these: what they do is no part of what is profiled.
-OWN = frozenset(("profiler_joined", "profiler_start", "profiler_clock", "profiler_hold", "profiler_collect"))
+def ask_recorder(method: str, *args: Any) -> Any:
+    """Runs a method of this worker's Recorder, for the profiler of another worker."""
+    return getattr(current.current_worker().recorder, method)(*args)

@@ -20,40 +20,38 @@ from typing import Any
 import torch
 from torch.autograd import profiler as kineto
 
-from .._torch import ExperimentalConfig
+from .._torch import ExperimentalConfig, is_newer_profiler_on, prepare_newer_profile, start_newer_profile
 from ..messages import Settings
-from .profiled_calls import FOLLOWS_CALLS
 
-_lock = threading.Lock()  # guards _session
+_lock = threading.Lock()  # guards the look at _session before it is set
 _has_started = False
 _session = ""  # the one whose operators this process records; none while it is empty
 
 
 class Operators:
-    """The operators of this process while a session runs. Made by `start`."""
+    """The operators of this process while a session runs: see `start`."""
 
     def __init__(self, profile: Any) -> None:
         self._profile = profile
 
     @classmethod
     def start(cls, session: str, settings: Settings) -> tuple[Operators | None, str]:
-        """Starts torch's profiler. None if another worker of this process has done so for this session; or, with the
-        reason, if it cannot be had."""
+        """Starts torch's profiler. None if another worker of this process has started it for this session; or, with the
+        reason, if it cannot start."""
         global _session
         with _lock:
             if _session == session:
                 return None, ""
-            if _session or kineto._is_profiler_enabled:
+            if _session or is_newer_profiler_on():
                 return None, "another profiler runs in its process"
             _session = session
         try:
             profile = _profile(settings)
-            setattr(profile, FOLLOWS_CALLS, False)
             with _quietly():
-                profile._prepare_trace()
-                profile._start_trace()
+                prepare_newer_profile(profile)
+                start_newer_profile(profile)  # torch's own method, also where compat has replaced it: no calls in it
         except BaseException as error:
-            _end()
+            _session = ""
             if not isinstance(error, Exception):
                 raise
             return None, f"torch's profiler did not start: {error}"
@@ -61,6 +59,7 @@ class Operators:
 
     def stop(self) -> tuple[bytes, str]:
         """torch's own export, compressed, or why there is none. Once."""
+        global _session
         try:
             self._profile.__exit__(None, None, None)
             if not self._profile.kineto_results.events():
@@ -72,13 +71,13 @@ class Operators:
         except Exception as error:
             return b"", f"torch's profiler failed: {error}"
         finally:
-            _end()
+            _session = ""
 
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """torch's profiler prints, when it is first started on any but the main thread, an error that is none. Whatever
-    else is printed meanwhile comes a moment later."""
+    """Leaves out an error that is none: torch's profiler prints it when it first starts on another thread than the main
+    one. Other output comes a moment later."""
     global _has_started
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     if _has_started or threading.current_thread() is threading.main_thread():
@@ -104,12 +103,6 @@ def _quietly() -> Iterator[None]:
                     os.write(2, line)
 
 
-def _end() -> None:
-    global _session
-    with _lock:
-        _session = ""
-
-
 def _profile(settings: Settings) -> Any:
     known = torch.profiler.supported_activities()
     wanted = {a for a in known if a.name in settings.activities} if settings.activities else known
@@ -129,7 +122,7 @@ def _profile(settings: Settings) -> Any:
 
 
 def clock_offset() -> int:
-    """What is added to time.perf_counter_ns() for the clock of torch's export. The quickest of several looks."""
+    """The difference of the clock of torch's export to time.perf_counter_ns(), by the quickest of several looks."""
     looks = []
     for _ in range(9):
         before = time.perf_counter_ns()
