@@ -23,9 +23,8 @@ from typer.testing import CliRunner
 import telegrad
 from telegrad.cli import top as top_command
 from telegrad.cli.app import app
-from telegrad.cli.figures import duration, number, size
 from telegrad.cli.observer import Latency, Look, Report, Seen
-from telegrad.cli.output import show
+from telegrad.cli.output import duration, number, show, size
 from telegrad.cli.views import COLUMNS, Row, View, fitting, rows, table
 from telegrad.messages import Member
 from telegrad.transport.base import ConnectionStatistics

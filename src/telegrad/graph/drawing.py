@@ -7,12 +7,14 @@ words.py.
 from __future__ import annotations
 
 import html as html_text
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from importlib import import_module
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import DrawingError
 from ..gradients.snapshot import Leaf, Node, Operation, Recv, Root, Send
@@ -229,39 +231,37 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-# -- with graphviz's program --------------------------------------------------------------------------------
+# -- with pygraphviz ----------------------------------------------------------------------------------------
+
+# Graphviz keeps the interpreter's lock for as long as it works, and is not made for threads: it gets its own process.
+_DRAW = """
+import sys, pygraphviz
+graph = pygraphviz.AGraph(string=sys.stdin.buffer.read().decode())
+sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
+"""
 
 
 def svg(graph: Graph, detail: str = "auto") -> str:
-    """The picture as SVG.
+    """Returns the picture as SVG.
 
     Raises:
-        DrawingError: there is no graphviz program here, or it failed.
+        DrawingError: pygraphviz is not installed, or it failed.
     """
     return _rendered(dot(graph, detail), "svg").decode("utf-8")
 
 
 def _rendered(source: str, form: str) -> bytes:
-    try:
-        graphviz: Any = import_module("graphviz")  # only here: `import telegrad` does not need it
-    except ImportError as error:
+    if find_spec("pygraphviz") is None:
         raise DrawingError(
-            f"a graph is drawn as {form} by the package graphviz, which is not installed; run `pip install graphviz`, "
+            f"a graph is drawn as {form} by pygraphviz, which is not installed; run `pip install 'telegrad[tools]'`, "
             "or take .dot() and draw it elsewhere"
-        ) from error
-    try:
-        drawn: bytes = graphviz.pipe("dot", form, source.encode(), quiet=True)
-        return drawn
-    except graphviz.ExecutableNotFound as error:
-        raise DrawingError(
-            f"a graph is drawn as {form} by graphviz's program `dot`, which is not on the PATH of this machine; "
-            "install it (`apt install graphviz`, `brew install graphviz`), or take .dot() and draw it elsewhere"
-        ) from error
-    except graphviz.CalledProcessError as error:
-        said = (error.stderr or b"").decode("utf-8", "replace").strip()
-        raise DrawingError(f"graphviz could not draw the graph as {form}: {said or error}") from error
-    except OSError as error:
-        raise DrawingError(f"graphviz's program `dot` could not be run: {error}") from error
+        )
+    # -P: a file of the same name in the current folder is not imported
+    command = [sys.executable, "-P", "-c", _DRAW, form]
+    done = subprocess.run(command, input=source.encode(), capture_output=True, check=False)
+    if done.returncode:
+        raise DrawingError(f"graphviz could not draw the graph as {form}: {done.stderr.decode(errors='replace')}")
+    return done.stdout
 
 
 def save(graph: Graph, path: str | PathLike[str], detail: str = "auto") -> None:
