@@ -6,6 +6,8 @@ import io
 import json
 import os
 import re
+import select
+import signal
 import socket
 import sys
 import threading
@@ -181,7 +183,10 @@ def test_json(busy):
 
 
 def test_a_worker_that_is_gone_is_wrong(busy):
-    os.kill(busy.pids["worker1"], 9)
+    worker = os.pidfd_open(busy.pids["worker1"])
+    signal.pidfd_send_signal(worker, signal.SIGKILL)
+    assert select.select([worker], [], [], PATIENCE)[0], "it did not end"
+    os.close(worker)
     result = CliRunner().invoke(app, ["top", busy.address, "--once", "-i", "0.1"])
     assert result.exit_code == 1
     assert re.search(r"^worker1 +gone$", result.stdout, re.M)
