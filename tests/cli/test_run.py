@@ -259,8 +259,12 @@ def test_a_group_meets_and_can_be_looked_at(program):
         lines = {launcher.stdout.readline() for _ in range(2)}
         look = [sys.executable, "-m", "telegrad", "top", address, "--once", "-i", "0.1"]
         seen = subprocess.run(look, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        sockets = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]
+        port = f":{int(address.partition(':')[2]):04X}"
+        listening = [place.removesuffix(port) for _, place, _, state, *_ in sockets if state == "0A" and port in place]
         (Path(text).parent / "seen").touch()
         _, complaints = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 0, complaints
     assert lines == {"[rank 0] True\n", "[rank 1] True\n"}
     assert "2 of 2 workers answer, a group of 2" in seen.stdout, seen.stderr
+    assert listening == ["0100007F"], "on the loopback, and nowhere else"

@@ -91,18 +91,17 @@ def run(
 ) -> None:
     with _told("run"):
         _check_program(script, module)
-        port = _free_port(port)
+        listener = _listen(port)
         if not quiet:
-            where = f"127.0.0.1:{port}"
+            where = "{}:{}".format(*listener.getsockname())
             processes = "1 process" if count == 1 else f"{count} processes"
             error_console().print(f"[dim]{processes} that meet at {where}; to look at them: telegrad top {where}[/]")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
-    options = [f"--nproc-per-node={count}", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    options += [f"--shutdown-timeout={grace}", *([] if plain else ["--tee=3"]), *(["--module"] if module else [])]
+    options = [f"--nproc-per-node={count}", f"--shutdown-timeout={grace}"]
+    options += [*([] if plain else ["--tee=3"]), *(["--module"] if module else []), script, *(arguments or [])]
     # In place of this process: signals and the exit code are torchrun's own.
-    command = [sys.executable, "-m", "telegrad.cli.launch", *options, script, *(arguments or [])]
-    os.execv(sys.executable, command)
+    os.execv(sys.executable, [sys.executable, "-m", "telegrad.cli.launch", str(listener.fileno()), *options])
 
 
 def _check_program(script: str, module: bool) -> None:
@@ -116,15 +115,14 @@ def _check_program(script: str, module: bool) -> None:
         raise Stopped(f"there is no program {script!r} in {os.getcwd()}{hint}", Code.USAGE)
 
 
-def _free_port(wanted: int) -> int:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", wanted))
-        except OSError as error:
-            text = f"cannot use port {wanted}: {error.strerror}; choose another one, or leave --port out"
-            raise Stopped(text) from error
-        return int(probe.getsockname()[1])
+def _listen(port: int) -> socket.socket:
+    try:
+        listener = socket.create_server(("127.0.0.1", port), backlog=2048)
+    except OSError as error:
+        text = f"cannot use port {port}: {error.strerror}; choose another one, or leave --port out"
+        raise Stopped(text) from error
+    listener.set_inheritable(True)
+    return listener
 
 
 @app.command(

@@ -1,7 +1,8 @@
 """`telegrad run`: torchrun for one machine, with one line at the end that says which rank failed.
 
-`python -m telegrad.cli.launch TORCHRUN-ARGUMENTS` is the process that `telegrad run` becomes. Signals reach torchrun
-itself, which passes them on to the ranks.
+`python -m telegrad.cli.launch FD TORCHRUN-ARGUMENTS` is the process that `telegrad run` becomes: signals reach torchrun
+itself, which passes them on to the ranks. FD is a socket that listens where the group is to meet. The store is served
+there, and torchrun, which would open the port on every interface, uses the store that its process has (multi_tenant).
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 from pathlib import Path
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
@@ -20,12 +23,16 @@ from torch.distributed.run import parse_args, run
 _LINES_SHOWN = 30  # of the failed rank's stderr
 
 
-def main(arguments: list[str]) -> int:
+def main(fd: int, arguments: list[str]) -> int:
     """Runs torchrun. Returns 0, the exit code of the rank that failed first, or 128 + n after signal n."""
+    with socket.socket(fileno=os.dup(fd)) as listener:
+        host, port = listener.getsockname()
+    store = TCPStore(host, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
+    where = [f"--master-addr={host}", f"--master-port={store.port}"]
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the verdict below says what they would
     with tempfile.TemporaryDirectory(prefix="telegrad-run-") as logs:
         try:
-            run(parse_args(["--log-dir", logs, *arguments]))
+            run(parse_args([*where, "--log-dir", logs, *arguments]))
         except ChildFailedError as error:
             return _explain(error, Path(logs))
         except SignalException as error:
@@ -63,4 +70,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

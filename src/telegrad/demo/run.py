@@ -132,11 +132,10 @@ def _train_and_look(console: Console, folder: Path, steps: int | None, seconds: 
             _say(console, textwrap.indent(trained, "  | ", lambda line: True), style="cyan")
             found = differences(model, training.batch())
             worst = max(found, key=lambda difference: difference.largest)
-            _say(
-                console,
-                f"checked    one step's gradients of {sum(d.elements for d in found):,} parameters, on four workers and "
-                f"in one process: they differ by {in_words(worst.largest)} at most (float64)",
+            compared = (
+                f"one step's gradients of {sum(d.elements for d in found):,} parameters, on four workers and in one"
             )
+            _say(console, f"checked    {compared} process: they differ by {in_words(worst.largest)} at most (float64)")
             timeline = draw_timeline(training, folder)
             summary = timeline.summary
             per_step = summary.length / summary.steps / 1000
