@@ -259,7 +259,7 @@ def test_a_group_meets_and_can_be_looked_at(program):
         lines = {launcher.stdout.readline() for _ in range(2)}
         look = [sys.executable, "-m", "telegrad", "top", address, "--once", "-i", "0.1"]
         seen = subprocess.run(look, capture_output=True, text=True, timeout=PATIENCE, check=False)
-        sockets = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]
+        sockets = map(str.split, (Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()).splitlines())
         port = f":{int(address.partition(':')[2]):04X}"
         listening = [place.removesuffix(port) for _, place, _, state, *_ in sockets if state == "0A" and port in place]
         (Path(text).parent / "seen").touch()
