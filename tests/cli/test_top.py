@@ -45,7 +45,7 @@ def report(at: float, served: int, nbytes: int, *, latency: Latency | None = Non
 
 
 def look(*seen: Seen) -> Look:
-    return Look(0.0, None, seen)
+    return Look(None, seen)
 
 
 MEMBER = Member(0, "w", (), "host")

@@ -72,7 +72,6 @@ def measure(*, with_torch: bool, as_json: bool) -> int:
     if load > cores / 2:
         target.print(f"note        this machine is busy (load {load:.1f}, {cores} cores); it shows in all times")
     torch.set_num_threads(1)
-    handler = signal.signal(signal.SIGTERM, _stop)
     try:
         began = time.perf_counter()
         with LocalCluster(["callee"]):
@@ -80,17 +79,10 @@ def measure(*, with_torch: bool, as_json: bool) -> int:
             results = compare(target, "callee", FIGURES, with_torch=with_torch)
     except (TelegradError, RuntimeError) as error:
         raise Stopped(str(error)) from error
-    finally:
-        signal.signal(signal.SIGTERM, handler)
     if as_json:
         told = [{"call": r.title, "telegrad_seconds": r.telegrad, "torch_seconds": r.torch} for r in results]
         print(json.dumps({"torch": torch.__version__, "figures": told}, indent=2))
     return Code.FINE
-
-
-def _stop(number: int, frame: object) -> None:
-    """SIGTERM ends the command by an exception, so that the processes are ended too."""
-    raise SystemExit(128 + number)
 
 
 def compare(target: Console, peer: str, figures: Sequence[Figure], *, with_torch: bool) -> list[Measured]:
