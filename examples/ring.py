@@ -21,7 +21,7 @@ from rich.console import Console
 
 import telegrad
 from telegrad import rpc
-from telegrad.cli.comparison import FIGURES, LARGE, compare
+from telegrad.cli.bench import FIGURES, LARGE, compare
 
 LAPS = 200
 

@@ -1,8 +1,15 @@
-"""What scripts/demo runs: the demo, and Ctrl-C ends it without a traceback while torch is still being imported."""
+"""What scripts/demo runs: `telegrad demo`. Ctrl-C ends it without a traceback while torch is still being imported."""
 
 import os
-import runpy
 import signal
+import sys
 
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-runpy.run_module("telegrad.demo", run_name="__main__", alter_sys=True)
+
+from telegrad.cli import main  # noqa: E402
+
+sys.argv.insert(1, "demo")
+try:
+    main()
+finally:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done: nothing may change the exit code any more

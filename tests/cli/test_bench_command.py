@@ -1,34 +1,34 @@
-"""`telegrad bench`: the built-in comparison, and the way to the repository's benchmarks."""
+"""`telegrad bench`: calls and a pass, beside torch's."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from telegrad.cli import bench, comparison
+from telegrad.cli import bench
 from telegrad.cli.app import app
-from telegrad.cli.comparison import FIGURES
+from telegrad.cli.bench import FIGURES
 
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each figure from two calls: what is printed matters here, not what it says."""
-    monkeypatch.setattr(comparison, "FIGURES", tuple(figure._replace(calls=2, warmup=1) for figure in FIGURES))
-    monkeypatch.setattr(comparison, "ROUNDS", 1)
+    monkeypatch.setattr(bench, "FIGURES", tuple(figure._replace(calls=2, warmup=1) for figure in FIGURES))
+    monkeypatch.setattr(bench, "ROUNDS", 1)
 
 
 # In a process of its own, since processes that are spawned leave a tracker with whoever has spawned them.
 FEW = """
 if __name__ == "__main__":
-    from telegrad.cli import comparison, main
-    comparison.FIGURES = tuple(figure._replace(calls=2, warmup=1) for figure in comparison.FIGURES)
-    comparison.ROUNDS = 1
+    from telegrad.cli import bench, main
+    bench.FIGURES = tuple(figure._replace(calls=2, warmup=1) for figure in bench.FIGURES)
+    bench.ROUNDS = 1
     main()
 """
 
@@ -53,29 +53,10 @@ def test_telegrad_alone_as_json(few):
     assert all(0 < figure["telegrad_seconds"] < 10 and figure["torch_seconds"] is None for figure in figures)
 
 
-def test_arguments_are_for_the_repositorys_benchmarks():
-    result = CliRunner().invoke(app, ["bench", "--short", "calls", "--quick"])
-    assert result.exit_code == 2
-    assert "'calls --quick' is for the repository's benchmarks" in result.stderr
+def test_torch_that_does_not_answer(monkeypatch):
+    class Silent:
+        def get(self, timeout):
+            raise multiprocessing.TimeoutError
 
-
-def checkout(place: Path, text: str) -> Path:
-    (place / "benchmarks").mkdir(parents=True)
-    (place / "src" / "telegrad").mkdir(parents=True)
-    (place / "benchmarks" / "__init__.py").write_text("")
-    (place / "benchmarks" / "__main__.py").write_text(text)
-    return place
-
-
-def test_in_a_checkout_its_benchmarks_are_run(tmp_path, monkeypatch, capfd):
-    checkout(tmp_path, "import sys; print(sys.argv[1:]); sys.exit(5)")
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["bench", "calls", "--quick", "--only", "empty"])
-    assert result.exit_code == 5
-    assert capfd.readouterr().out == "['calls', '--quick', '--only', 'empty']\n"
-
-
-def test_where_there_is_no_checkout(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "__file__", str(tmp_path / "lib" / "telegrad" / "cli" / "bench.py"))
-    assert bench._repository() is None
+    with pytest.raises(RuntimeError, match="torch.distributed.rpc did not answer within 120 s"):
+        bench._answer(Silent())

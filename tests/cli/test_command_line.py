@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -67,7 +68,7 @@ def test_the_demo_gets_its_options(monkeypatch):
 LAZY = """
 import sys
 import telegrad
-heavy = {"torch", "typer", "rich", "matplotlib", "graphviz"}
+heavy = {"torch", "typer", "rich", "matplotlib", "pygraphviz"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
 HELP = """
@@ -77,7 +78,7 @@ sys.argv = ["telegrad", "top", "--help"]
 try:
     main()
 finally:
-    assert not {"torch", "matplotlib", "graphviz"} & set(sys.modules)
+    assert not {"torch", "matplotlib", "pygraphviz"} & set(sys.modules)
 """
 
 
@@ -96,3 +97,69 @@ def test_python_m_is_the_same():
         check=False,
     )
     assert done.stdout.startswith("telegrad ")
+
+
+# -- without the extra `tools` -------------------------------------------------------------------------------
+
+TOOLS = ("typer", "rich", "matplotlib", "pygments", "pygraphviz")
+BARE = f"""
+import sys
+for name in {TOOLS}:
+    sys.modules[name] = None  # importing it raises ModuleNotFoundError
+"""
+LIBRARY = """
+if __name__ == "__main__":
+    import torch
+    import telegrad, telegrad.compat
+    from telegrad import autograd, nn, optim, profiler
+    with telegrad.LocalCluster(["ps"]), profiler.profile() as profile, autograd.context() as context_id:
+        layer = nn.RemoteModule("ps", torch.nn.Linear, (4, 1))
+        optimizer = optim.DistributedOptimizer(torch.optim.SGD, layer.remote_parameters(), lr=0.1)
+        loss = layer(torch.ones(8, 4)).square().mean()
+        graph = autograd.graph(context_id, [loss])
+        autograd.backward(context_id, [loss])
+        optimizer.step(context_id)
+    print(profile.summary(), graph, graph.dot(), graph._repr_html_())
+    try:
+        graph.svg()
+    except telegrad.errors.DrawingError as error:
+        assert "telegrad[tools]" in str(error)
+    else:
+        raise AssertionError("drawn without pygraphviz")
+"""
+
+
+def run_bare(folder: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "bare.py"
+    script.write_text(BARE + program)
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+
+
+@pytest.mark.parametrize("command", [["--help"], *([name] for name in COMMANDS)], ids=lambda command: command[0])
+def test_without_the_extra_a_command_names_it(tmp_path, command):
+    done = run_bare(tmp_path, "from telegrad.cli import main\nmain()", *command)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert re.fullmatch(r"telegrad: .*pip install 'telegrad\[tools\]'\n", done.stderr), done.stderr
+
+
+def test_a_command_that_lacks_one_package_names_it(tmp_path):
+    program = "for name in ('typer', 'rich', 'pygments'): del sys.modules[name]\nfrom telegrad.cli import main\nmain()"
+    done = run_bare(tmp_path, program, "demo", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.endswith("needs matplotlib, which is not installed: pip install 'telegrad[tools]'\n")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_without_the_extra_all_that_is_no_tool_works(tmp_path):
+    done = run_bare(tmp_path, LIBRARY)
+    assert done.returncode == 0, done.stderr
+    assert "worker 'ps'" in done.stdout
+
+
+def test_the_core_needs_three_packages():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split("[<>=]", line)[0] for line in project["dependencies"]}
+    assert names == {"torch", "cloudpickle", "msgspec"}
+    assert {re.split("[<>=]", line)[0] for line in project["optional-dependencies"]["tools"]} == set(TOOLS)

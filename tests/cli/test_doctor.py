@@ -193,7 +193,7 @@ def test_gradients_that_differ_are_wrong(monkeypatch):
         "get_gradients",
         lambda context_id: {t: t.grad for t in leaves if t.grad is not None},
     )
-    (finding,) = selftest._gradients()
+    finding = selftest._gradients()
     assert finding.status == WRONG
 
 

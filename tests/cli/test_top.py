@@ -6,6 +6,8 @@ import io
 import json
 import os
 import re
+import select
+import signal
 import socket
 import sys
 import threading
@@ -23,9 +25,8 @@ from typer.testing import CliRunner
 import telegrad
 from telegrad.cli import top as top_command
 from telegrad.cli.app import app
-from telegrad.cli.figures import duration, number, size
 from telegrad.cli.observer import Latency, Look, Report, Seen
-from telegrad.cli.output import show
+from telegrad.cli.output import duration, number, show, size
 from telegrad.cli.views import COLUMNS, Row, View, fitting, rows, table
 from telegrad.messages import Member
 from telegrad.transport.base import ConnectionStatistics
@@ -44,7 +45,7 @@ def report(at: float, served: int, nbytes: int, *, latency: Latency | None = Non
 
 
 def look(*seen: Seen) -> Look:
-    return Look(0.0, None, seen)
+    return Look(None, seen)
 
 
 MEMBER = Member(0, "w", (), "host")
@@ -182,7 +183,10 @@ def test_json(busy):
 
 
 def test_a_worker_that_is_gone_is_wrong(busy):
-    os.kill(busy.pids["worker1"], 9)
+    worker = os.pidfd_open(busy.pids["worker1"])
+    signal.pidfd_send_signal(worker, signal.SIGKILL)
+    assert select.select([worker], [], [], PATIENCE)[0], "it did not end"
+    os.close(worker)
     result = CliRunner().invoke(app, ["top", busy.address, "--once", "-i", "0.1"])
     assert result.exit_code == 1
     assert re.search(r"^worker1 +gone$", result.stdout, re.M)

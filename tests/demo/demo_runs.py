@@ -28,13 +28,10 @@ class Run:
         *arguments: str,
         command: Sequence[str] = DEMO,
         columns: int | None = None,
-        path: str | None = None,
     ) -> None:
         self.mark = f"run-{uuid.uuid4().hex}"
         self.said = ""  # so far
         environment = {**os.environ, "DEMO_RUN": self.mark}
-        if path is not None:
-            environment["PATH"] = path
         if columns is None:
             self._reading, writing = os.pipe()
         else:

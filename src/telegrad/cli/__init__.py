@@ -1,20 +1,28 @@
 """The command line: `telegrad run`, `top`, `doctor`, `trace`, `bench` and `demo`.
 
-    app.py          the commands, their options and help; imports what a command needs when it runs
-    launcher.py     run: processes with torchrun's variables (ranks.py: one of them; keeper.py: nothing outlives it)
-    top.py          top: what a running group does (views.py: its tables; observing.py, beside the core, looks)
-    doctor.py       doctor: what would go wrong on this machine (checks.py, selftest.py)
-    comparison.py   bench: calls and a pass beside torch's
-    trace.py        trace: profiler traces, summed up and merged
-    figures.py      figures in words
-    output.py       consoles, and how a command ends that cannot go on
+    app.py       the commands, their options and help; imports what a command needs when it runs
+    launch.py    run: torchrun, and which rank failed
+    top.py       top: a running group, live (observer.py: asks its workers; views.py: the tables)
+    doctor.py    doctor: what would go wrong on this machine (checks.py, selftest.py)
+    bench.py     bench: calls and a pass beside torch's
+    trace.py     trace: profiler traces, summed up and merged
+    output.py    consoles, figures in words, exit codes
 
-Nothing here is imported by the rest of the package, and no command imports torch unless it needs it.
+The rest of the package imports nothing from here, and no command imports torch unless it needs it.
 """
+
+import sys
+
+_TOOLS = {"typer", "rich", "matplotlib", "pygments", "pygraphviz"}  # the extra `tools`
 
 
 def main() -> None:
     """The entry point: `telegrad ...` and `python -m telegrad ...`."""
-    from .app import app
+    try:
+        from .app import app
 
-    app(prog_name="telegrad")
+        app(prog_name="telegrad")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _TOOLS:
+            raise
+        sys.exit(f"telegrad: this command needs {error.name}, which is not installed: pip install 'telegrad[tools]'")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .output import Code, Stopped, stop
+from .output import Code, Stopped, error_console, stop
 
 app = typer.Typer(
     help="Autograd that crosses machines: run programs on several workers, and see what they do.",
@@ -23,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+AsJson = Annotated[bool, typer.Option("--json", help="The same as JSON.")]
 
 
 def _version(wanted: bool) -> None:
@@ -49,7 +52,7 @@ def _help(*paragraphs: str, examples: list[str]) -> str:
 
 @contextlib.contextmanager
 def _told(command: str) -> Iterator[None]:
-    """Mistakes are told in a line, not with a traceback. So is Ctrl-C."""
+    """Reports mistakes and Ctrl-C in a line, without a traceback."""
     try:
         yield
     except Stopped as error:
@@ -60,11 +63,10 @@ def _told(command: str) -> Iterator[None]:
 
 @app.command(
     help=_help(
-        "Run a program as several processes on this machine, as torchrun does.",
+        "Run a program as several processes on this machine, with torchrun.",
         "Each process gets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and "
         "the rest), so [bold]telegrad.rpc.init_rpc(name)[/] needs no more than a name. Each line of output "
-        "has its rank in front. When one process fails, all others are ended, and its traceback is shown "
-        "last. Nothing is left running, whatever happens.",
+        "has its rank in front. When one process fails, all others are ended, and its last lines are shown again.",
         examples=[
             "telegrad run -n 4 train.py --steps 100",
             "telegrad run -n 2 -m package.train",
@@ -83,50 +85,51 @@ def run(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Where the group meets (MASTER_PORT); 0: any free port.")
     ] = 0,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that a process has to end before it is killed.")] = 5.0,
+    grace: Annotated[int, typer.Option(min=0, help="Seconds that a process has to end before it is killed.")] = 5,
     plain: Annotated[bool, typer.Option("--no-prefix", help="No rank in front of each line.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Do not say where the group meets.")] = False,
 ) -> None:
-    from .launcher import Job, launch
-
     with _told("run"):
-        command = _command(script, module)
-        try:
-            code = launch(
-                Job([*command, *(arguments or [])], count, port, grace=grace, quiet=quiet, prefixed=not plain)
-            )
-        except OSError as error:
-            raise Stopped(_why_not_started(error, port), Code.WRONG) from error
-        raise typer.Exit(code)
+        _check_program(script, module)
+        listener = _listen(port)
+        if not quiet:
+            where = "{}:{}".format(*listener.getsockname())
+            processes = "1 process" if count == 1 else f"{count} processes"
+            error_console().print(f"[dim]{processes} that meet at {where}; to look at them: telegrad top {where}[/]")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
+    os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
+    options = [f"--nproc-per-node={count}", f"--shutdown-timeout={grace}"]
+    options += [*([] if plain else ["--tee=3"]), *(["--module"] if module else []), script, *(arguments or [])]
+    # In place of this process: signals and the exit code are torchrun's own.
+    os.execv(sys.executable, [sys.executable, "-m", "telegrad.cli.launch", str(listener.fileno()), *options])
 
 
-def _command(script: str, module: bool) -> list[str]:
-    if not module:
-        if os.path.exists(script):
-            return [script]
+def _check_program(script: str, module: bool) -> None:
+    if module:
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # as python -m has it
+        if find_spec(script.partition(".")[0]) is None:
+            raise Stopped(f"there is no module {script!r} on Python's path, or in {os.getcwd()}", Code.USAGE)
+    elif not os.path.exists(script):
         hint = " (a module is run with -m)" if "/" not in script and not script.endswith(".py") else ""
         raise Stopped(f"there is no program {script!r} in {os.getcwd()}{hint}", Code.USAGE)
-    from importlib.util import find_spec
-
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as python -m has it
-    if find_spec(script.partition(".")[0]) is None:
-        raise Stopped(f"there is no module {script!r} on Python's path, or in {os.getcwd()}", Code.USAGE)
-    return ["-m", script]
 
 
-def _why_not_started(error: OSError, port: int) -> str:
-    if port:
-        return f"cannot use port {port}: {error.strerror}; choose another one, or leave --port out"
-    return f"cannot start the processes: {error}"
+def _listen(port: int) -> socket.socket:
+    try:
+        listener = socket.create_server(("127.0.0.1", port), backlog=2048)
+    except OSError as error:
+        text = f"cannot use port {port}: {error.strerror}; choose another one, or leave --port out"
+        raise Stopped(text) from error
+    listener.set_inheritable(True)
+    return listener
 
 
 @app.command(
     help=_help(
         "Watch a running group: calls, bytes, latencies, contexts, passes and memory of each worker.",
-        "It looks at any group, of fixed size or open, without joining it: nobody counts it, waits for it or "
-        "ends later for it. Rates are over the last interval. q or Ctrl-C ends it. Where the output is no "
-        "terminal it prints one table.",
+        "It looks at any group, of fixed size or open, without joining it: no worker counts it or waits for it. "
+        "Rates are over the last interval. q or Ctrl-C ends it. Where the output is no terminal it prints one table.",
         examples=[
             "telegrad top 127.0.0.1:29500",
             "telegrad top file:///tmp/meeting --interval 0.5",
@@ -140,17 +143,15 @@ def top(
     address: Annotated[
         str,
         typer.Argument(
-            help="Where the group meets: HOST:PORT, tcp://HOST:PORT, file:///PATH or env://.",
-            metavar="ADDRESS",
+            help="Where the group meets: HOST:PORT, tcp://HOST:PORT, file:///PATH or env://.", metavar="ADDRESS"
         ),
     ],
     interval: Annotated[float, typer.Option("-i", "--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look for one interval, print a plain table, and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+    as_json: AsJson = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds in which the group must answer.")] = 3.0,
     tcp: Annotated[
-        bool,
-        typer.Option("--tcp", help="Reach the workers over TCP. INSECURE: only where you trust everybody."),
+        bool, typer.Option("--tcp", help="Reach the workers over TCP. INSECURE: only where you trust everybody.")
     ] = False,
 ) -> None:
     from .top import watch
@@ -167,15 +168,12 @@ def top(
         "Say what on this machine would make telegrad fail or slow, and how to mend it.",
         "Versions, shared memory, limits, sockets, ports, clock, cores and settings; then a test: two "
         "workers, a call and a backward pass, compared with autograd in one process.",
-        examples=[
-            "telegrad doctor",
-            "telegrad doctor --json | jq '.findings[] | select(.status != \"ok\")'",
-        ],
+        examples=["telegrad doctor", "telegrad doctor --json | jq '.findings[] | select(.status != \"ok\")'"],
     ),
     epilog="Exit code: 0 when telegrad works here; 1 when something would fail.",
 )
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
+    as_json: AsJson = False,
     quick: Annotated[
         bool, typer.Option("--no-test", help="Only look; start no workers and run no backward pass.")
     ] = False,
@@ -202,7 +200,7 @@ def trace(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write all of them as one trace.", metavar="FILE")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The summary as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     from .trace import run_trace
 
@@ -212,40 +210,28 @@ def trace(
 
 @app.command(
     help=_help(
-        "Measure telegrad beside torch.distributed.rpc on this machine.",
-        "In a checkout of the repository this runs its benchmarks, which take minutes and write a report. "
-        "Elsewhere, and with --short, it is a comparison of about 20 seconds: an empty call, calls with 64 "
-        "bytes and 1 MiB, and one call with a backward pass.",
-        examples=[
-            "telegrad bench --short",
-            "telegrad bench --short --no-torch --json",
-            "telegrad bench calls --quick             in a checkout: python -m benchmarks calls --quick",
-        ],
+        "Measure telegrad beside torch.distributed.rpc on this machine, in about 20 seconds.",
+        "An empty call, calls with 64 bytes and 1 MiB, and one call with a backward pass. In a checkout of the "
+        "repository, scripts/bench has the benchmarks that take minutes.",
+        examples=["telegrad bench --short", "telegrad bench --short --no-torch --json"],
     ),
-    context_settings={"ignore_unknown_options": True},
     epilog="Exit code: 0; 1 when something could not be measured; 130 after Ctrl-C.",
 )
 def bench(
-    arguments: Annotated[list[str] | None, typer.Argument(help="For the repository's benchmarks, as they are.")] = None,
-    short: Annotated[
-        bool, typer.Option("--short", help="The built-in comparison, also in a checkout of the repository.")
-    ] = False,
-    without_torch: Annotated[bool, typer.Option("--no-torch", help="Built-in: measure telegrad alone.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Built-in: the figures as JSON.")] = False,
+    short: Annotated[bool, typer.Option("--short", help="The short comparison, which is the only one.")] = True,
+    without_torch: Annotated[bool, typer.Option("--no-torch", help="Measure telegrad alone.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     from .bench import measure
 
     with _told("bench"):
-        raise typer.Exit(measure(arguments or [], short=short, with_torch=not without_torch, as_json=as_json))
+        raise typer.Exit(measure(with_torch=not without_torch, as_json=as_json))
 
 
 @app.command(
     help=_help(
         "Train a small transformer over several processes, check its gradients, and write a report of it all.",
-        examples=[
-            "telegrad demo",
-            "telegrad demo --steps 20 --out /tmp/report --open",
-        ],
+        examples=["telegrad demo", "telegrad demo --steps 20 --out /tmp/report --open"],
     ),
     epilog="Exit code: 0; 1 when gradients differ or something failed; 130 after Ctrl-C.",
 )

@@ -1,67 +1,69 @@
-"""`telegrad bench`: the repository's benchmarks where they are, else a short comparison of single calls."""
+"""`telegrad bench`: the cost of single calls, telegrad beside torch.distributed.rpc, in turn.
+
+Both have the same names, so `median_time` is written once and given the modules of one or the other. telegrad is
+measured from the current worker; torch's side is two processes spawned for it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
+import socket
+import statistics
 import time
-from pathlib import Path
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from .output import Code, Stopped, console, error_console
+import torch
+import torch.distributed.rpc as torch_rpc
+import torch.multiprocessing
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .. import autograd, rpc
+from ..cluster.local import LocalCluster
+from ..errors import TelegradError
+from .output import Code, Stopped, console, duration, error_console, show
+
+ROUNDS = 3
+PATIENCE = 120.0  # seconds for one round of torch's
 
 
-def measure(arguments: list[str], *, short: bool, with_torch: bool, as_json: bool) -> int:
-    """The exit code: that of the benchmarks, or 0.
+class Figure(NamedTuple):
+    title: str
+    nbytes: int  # of the tensor that is sent there and back; 0: none is sent
+    calls: int  # in each round
+    warmup: int  # torch needs dozens of large echoes before it is up to speed
+    backward: bool = False
+
+
+FIGURES = (
+    Figure("empty call", 0, 400, 100),
+    Figure("echo of 64 bytes", 64, 400, 100),
+    Figure("echo of 1 MiB", 1 << 20, 80, 60),
+    Figure("call and backward", 64, 150, 40, backward=True),
+)
+LARGE = Figure("echo of 16 MiB", 16 << 20, 15, 20)
+
+
+class Measured(NamedTuple):
+    """Medians of the rounds, in seconds."""
+
+    title: str
+    telegrad: float
+    torch: float | None
+
+
+def measure(*, with_torch: bool, as_json: bool) -> int:
+    """Starts a worker, measures, and prints the table. Returns the exit code.
 
     Raises:
-        Stopped: the arguments make no sense, or something could not be measured.
+        Stopped: something could not be measured.
     """
-    repository = None if short or as_json or not with_torch else _repository()
-    if repository is not None:
-        return _run_benchmarks(repository, arguments)
-    if arguments:
-        raise Stopped(
-            f"{' '.join(arguments)!r} is for the repository's benchmarks, and this is the built-in comparison: leave "
-            "it out, or go to a checkout of the repository (and leave out --short, --no-torch and --json)",
-            Code.USAGE,
-        )
-    return _compare(with_torch=with_torch, as_json=as_json)
-
-
-def _repository() -> Path | None:
-    """The checkout that we are in, or that this package is used from."""
-    for place in (Path.cwd(), Path(__file__).resolve().parents[3]):
-        if (place / "benchmarks" / "__main__.py").is_file() and (place / "src" / "telegrad").is_dir():
-            return place
-    return None
-
-
-def _run_benchmarks(repository: Path, arguments: list[str]) -> int:
-    command = [sys.executable, "-m", "benchmarks", *arguments]
-    error_console().print(f"[dim]in {repository}: python -m benchmarks {' '.join(arguments)}[/]")
-    path = os.pathsep.join(filter(None, [str(repository / "src"), os.environ.get("PYTHONPATH", "")]))
-    # Ctrl-C reaches it too, and it ends its own processes: all that is left to us is to wait for that.
-    with subprocess.Popen(command, cwd=repository, env={**os.environ, "PYTHONPATH": path}) as process:
-        while True:
-            try:
-                code = process.wait()
-                break
-            except KeyboardInterrupt:
-                continue
-    return code if code >= 0 else 128 - code
-
-
-def _compare(*, with_torch: bool, as_json: bool) -> int:
-    import torch
-    import torch.distributed.rpc as torch_rpc
-
-    from ..cluster.local import LocalCluster
-    from ..errors import TelegradError
-    from .comparison import FIGURES, compare
-
     target = error_console() if as_json else console()
     if with_torch and not torch_rpc.is_available():
         target.print("note        this torch has no torch.distributed.rpc: telegrad alone")
@@ -70,22 +72,117 @@ def _compare(*, with_torch: bool, as_json: bool) -> int:
     if load > cores / 2:
         target.print(f"note        this machine is busy (load {load:.1f}, {cores} cores); it shows in all times")
     torch.set_num_threads(1)
-    handler = signal.signal(signal.SIGTERM, _stop)
     try:
         began = time.perf_counter()
-        with LocalCluster(["callee"]) as cluster:
+        with LocalCluster(["callee"]):
             target.print(f"start-up    {time.perf_counter() - began:.1f} s for a worker")
-            results = compare(target, cluster.names[0], FIGURES, with_torch=with_torch)
+            results = compare(target, "callee", FIGURES, with_torch=with_torch)
     except (TelegradError, RuntimeError) as error:
         raise Stopped(str(error)) from error
-    finally:
-        signal.signal(signal.SIGTERM, handler)
     if as_json:
         told = [{"call": r.title, "telegrad_seconds": r.telegrad, "torch_seconds": r.torch} for r in results]
         print(json.dumps({"torch": torch.__version__, "figures": told}, indent=2))
     return Code.FINE
 
 
-def _stop(number: int, frame: object) -> None:
-    """SIGTERM ends it as Ctrl-C does, by an exception, so that the processes are ended too."""
-    raise SystemExit(128 + number)
+def compare(target: Console, peer: str, figures: Sequence[Figure], *, with_torch: bool) -> list[Measured]:
+    """Measures calls from the current worker to `peer`, beside those between two processes of torch's."""
+    beside = ", in turn with torch.distributed.rpc: about 20 s" if with_torch else ""
+    target.print(f"measuring   single calls{beside}")  # and no moving picture, which would be measured too
+    columns = ("one call", "telegrad", "torch.distributed.rpc", "times as fast")[: 4 if with_torch else 2]
+    table = Table(*columns, box=box.SIMPLE)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    results = []
+    with torch_pair() if with_torch else contextlib.nullcontext() as torchs:
+        for figure in figures:
+            ours, theirs = [], []
+            for number in range(ROUNDS):
+                ours.append(median_time(rpc, autograd, peer, figure, warm=number > 0))
+                if torchs is not None:
+                    theirs.append(torchs(figure, number > 0))
+            result = Measured(figure.title, statistics.median(ours), statistics.median(theirs) if theirs else None)
+            results.append(result)
+            cells = [] if result.torch is None else [duration(result.torch), f"{result.torch / result.telegrad:.1f}"]
+            table.add_row(result.title, duration(result.telegrad), *cells)
+    show(target, table)
+    return results
+
+
+def nothing() -> None:
+    """The smallest function to call."""
+
+
+def echo(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+def median_time(rpc: Any, autograd: Any, to: str, figure: Figure, *, warm: bool = False) -> float:
+    """Returns the seconds for one call. The modules are telegrad's or torch.distributed's."""
+    tensor = torch.ones(figure.nbytes // 4, requires_grad=figure.backward)
+
+    def one() -> object:
+        if figure.backward:
+            with autograd.context() as context_id:
+                loss = rpc.rpc_sync(to, double, args=(tensor,)).sum()
+                autograd.backward(context_id, [loss])
+                return autograd.get_gradients(context_id)
+        return rpc.rpc_sync(to, echo, args=(tensor,)) if figure.nbytes else rpc.rpc_sync(to, nothing)
+
+    for _ in range(0 if warm else figure.warmup):
+        one()
+    times = []
+    for _ in range(figure.calls):
+        began = time.perf_counter()
+        result = one()
+        times.append(time.perf_counter() - began)
+        del result  # freed outside of the timed part
+    return statistics.median(times)
+
+
+# -- torch's side ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def torch_pair() -> Iterator[Callable[[Figure, bool], float]]:
+    """Starts two processes with torch's RPC. Yields a function that measures one round there; it raises RuntimeError
+    if they do not answer."""
+    spawn = torch.multiprocessing.get_context("spawn")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which they inherit: Ctrl-C is for this process alone
+    try:
+        # The callee ends first: it would complain about the loss of the caller.
+        pools = caller, callee = spawn.Pool(1), spawn.Pool(1)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+    with caller, callee:
+        for joined in [pool.apply_async(_join_torch, (rank, port)) for rank, pool in enumerate(pools)]:
+            _answer(joined)
+        yield lambda figure, warm: _answer(caller.apply_async(_time_torch, (figure, warm)))
+
+
+def _answer(asked: Any) -> Any:
+    try:
+        return asked.get(PATIENCE)
+    except torch.multiprocessing.TimeoutError as error:
+        text = f"torch.distributed.rpc did not answer within {PATIENCE:.0f} s; its output may say why"
+        raise RuntimeError(text) from error
+
+
+def _join_torch(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    warnings.filterwarnings("ignore", message="You are using a Backend")
+    torch_rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+
+
+def _time_torch(figure: Figure, warm: bool) -> float:
+    import torch.distributed.autograd as torch_autograd
+
+    return median_time(torch_rpc, torch_autograd, "worker1", figure, warm=warm)

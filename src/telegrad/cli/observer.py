@@ -70,7 +70,6 @@ class Seen:
 class Look:
     """All members of the group, by id."""
 
-    at: float
     world_size: int | None
     workers: tuple[Seen, ...]
 
@@ -106,7 +105,7 @@ class Observer:
         newest = {member.name: member for member in members}  # of each name: ids only grow
         with ThreadPoolExecutor(min(len(newest), _MOST_AT_ONCE) or 1) as threads:
             seen = threads.map(lambda member: self._ask(member, sample), newest.values())
-            return Look(clock.now(), self._group.world_size, tuple(seen))
+            return Look(self._group.world_size, tuple(seen))
 
     def _ask(self, member: Member, sample: float) -> Seen:
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What commands write to, and how they end: plain text where there is no terminal, and exit codes for scripts."""
+"""Where commands write to, figures in words, and how commands end: plain text without a terminal, exit codes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..primitives.text import clean_lines
 
 
 class Code(IntEnum):
-    """How a command ends. `telegrad run` ends with the code of the process that failed first."""
+    """The exit code of a command. `telegrad run` ends with the code of the rank that failed first."""
 
     FINE = 0
-    WRONG = 1  # it ran, and found or met something wrong
-    USAGE = 2  # it was not asked for something that it can do
-    NOBODY = 3  # nobody answers there
+    WRONG = 1  # the command ran, and found or met something wrong
+    USAGE = 2
+    NOBODY = 3  # no group answers at the address
     INTERRUPTED = 130  # Ctrl-C, as a shell has it: 128 + the number of the signal
 
 
@@ -30,7 +30,6 @@ class Stopped(Exception):
 
 
 def console(**options: Any) -> Console:
-    """To stdout, with nothing coloured by guess."""
     return Console(highlight=False, soft_wrap=False, **options)
 
 
@@ -39,7 +38,7 @@ def error_console() -> Console:
 
 
 def stop(command: str, text: str, code: int = Code.WRONG) -> NoReturn:
-    """Says why on stderr, and ends the process."""
+    """Prints the reason on stderr, and ends the command."""
     from typer import Exit
 
     error_console().print(f"[bold red]telegrad {command}:[/] ", end="", markup=True)
@@ -48,7 +47,7 @@ def stop(command: str, text: str, code: int = Code.WRONG) -> NoReturn:
 
 
 def show(target: Console, table: Table) -> None:
-    """A table: framed at a terminal, with no more than blanks between its columns elsewhere."""
+    """Prints a table: framed at a terminal, with nothing but blanks between its columns elsewhere."""
     if target.is_terminal:
         target.print(table)
         return
@@ -58,3 +57,31 @@ def show(target: Console, table: Table) -> None:
         wide.print(table)
     for line in captured.get().splitlines():
         target.file.write(line.rstrip() + "\n")
+
+
+# -- figures in words: short, so that columns are narrow; "-" where there is no figure -----------------------
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if 0 < value < 10 else f"{value:,.0f}"
+
+
+def size(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 99.5 else f"{value:.1f} {unit}"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        if seconds * factor < 999.5:
+            return f"{seconds * factor:.{0 if seconds * factor >= 99.5 or unit == 'µs' else 1}f} {unit}"
+    return f"{seconds:.1f} s"

@@ -10,10 +10,12 @@ import torch
 from .. import autograd, rpc
 from ..cluster.local import LocalCluster
 from ..errors import TelegradError
+from .bench import FIGURES, median_time
 from .checks import OK, SLOW, WRONG, Finding
-from .figures import duration
+from .output import duration
 
 _TOPIC = "self-test"
+_REPORT = "please report this, with telegrad doctor --json"
 
 
 def self_test() -> Iterator[Finding]:
@@ -21,33 +23,25 @@ def self_test() -> Iterator[Finding]:
     try:
         with LocalCluster(["first", "second"], start_timeout=60.0) as cluster:
             yield Finding(_TOPIC, OK, f"two workers started in {time.perf_counter() - began:.1f} s")
-            yield from _calls(cluster)
-            yield from _gradients()
+            yield _calls(cluster)
+            yield _gradients()
     except (TelegradError, OSError) as error:
         yield Finding(_TOPIC, WRONG, f"{type(error).__name__}: {error}", "docs/errors.md says what this error means")
 
 
-def _calls(cluster: LocalCluster) -> Iterator[Finding]:
-    small, large = torch.arange(16.0), torch.arange(1 << 18, dtype=torch.float32)
-    for tensor in (small, large):
+def _calls(cluster: LocalCluster) -> Finding:
+    for count in (16, 1 << 18):
+        tensor = torch.arange(count, dtype=torch.float32)
         if not torch.equal(cluster.call("first", torch.add, tensor, 1), tensor + 1):
-            yield Finding(
-                _TOPIC, WRONG, "a call gave a wrong result", "please report this, with telegrad doctor --json"
-            )
-            return
-    times = []
-    for _ in range(200):
-        began = time.perf_counter()
-        cluster.call("first", torch.add, small, 1)
-        times.append(time.perf_counter() - began)
+            return Finding(_TOPIC, WRONG, "a call gave a wrong result", _REPORT)
+    took = median_time(rpc, autograd, "first", FIGURES[1])
     used = {c.transport: c for c in cluster.worker.statistics().connections.values()}
-    told = f"a call takes {duration(sorted(times)[len(times) // 2])}, over {', '.join(used)}"
+    told = f"a call takes {duration(took)}, over {', '.join(used)}"
     if "unix" not in used:
-        yield Finding(_TOPIC, SLOW, told, "workers of one machine should meet over unix sockets; see above")
-    elif not any(c.shared_bytes for c in used.values()):
-        yield Finding(_TOPIC, SLOW, f"{told}, with no shared memory for 1 MiB", "see memfd above")
-    else:
-        yield Finding(_TOPIC, OK, f"{told} and shared memory")
+        return Finding(_TOPIC, SLOW, told, "workers of one machine should meet over unix sockets; see above")
+    if not any(c.shared_bytes for c in used.values()):
+        return Finding(_TOPIC, SLOW, f"{told}, with no shared memory for 1 MiB", "see memfd above")
+    return Finding(_TOPIC, OK, f"{told} and shared memory")
 
 
 def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -55,7 +49,7 @@ def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (x @ weight).tanh()
 
 
-def _gradients() -> Iterator[Finding]:
+def _gradients() -> Finding:
     random = torch.Generator().manual_seed(0)
     x, first, second = (torch.randn(8, 8, generator=random, dtype=torch.float64) for _ in range(3))
     weights = [first.requires_grad_(), second.requires_grad_()]
@@ -64,12 +58,9 @@ def _gradients() -> Iterator[Finding]:
         autograd.backward(context_id, [rpc.rpc_sync("second", layer, (hidden, weights[1])).sum()])
         distributed = autograd.get_gradients(context_id)
     local = torch.autograd.grad(layer(layer(x, weights[0]), weights[1]).sum(), weights)
-    differences = [
+    worst = max(
         float((distributed[w] - g).abs().max()) if w in distributed else float("inf")
         for w, g in zip(weights, local, strict=True)
-    ]
-    told = f"gradients through both differ from local autograd's by {max(differences):.1g} at most"
-    if max(differences) > 1e-12:
-        yield Finding(_TOPIC, WRONG, told, "please report this, with telegrad doctor --json")
-    else:
-        yield Finding(_TOPIC, OK, told)
+    )
+    told = f"gradients through both differ from local autograd's by {worst:.1g} at most"
+    return Finding(_TOPIC, WRONG, told, _REPORT) if worst > 1e-12 else Finding(_TOPIC, OK, told)

@@ -23,14 +23,14 @@ from ..primitives import clock
 from ..primitives.text import clean
 from .observer import Look, Observer
 from .output import Code, Stopped, console, show
-from .views import ANSWERS, Row, View, rows, summary, table
+from .views import ANSWERS, View, rows, summary, table
 
 _SAMPLED = 0.1  # of each interval: for so long workers time the calls that they serve
 _TICK = 0.2  # seconds between two looks at the keyboard, and at the terminal's size
 
 
 def watch(address: str, *, interval: float, once: bool, as_json: bool, timeout: float, transport: str = "unix") -> int:
-    """Shows the group until it ends or the user has seen enough; the exit code.
+    """Shows the group until it ends or the user quits. Returns the exit code.
 
     Raises:
         Stopped: the address makes no sense, or nobody answers there.
@@ -83,12 +83,10 @@ def _print_once(
 
 def _keep_showing(target: Console, observer: Observer, look: Look, address: str, interval: float) -> int:
     view = View(address, look.world_size, rows(look, None), "q: quit · rates come with the second look")
+    note = f"q: quit · every {interval:g} s · latencies: served calls of {_SAMPLED:.0%} of the time"
     ended = ""
-    with (
-        _keyboard() as pressed,
-        _ends_in_order(),
-        Live(view, console=target, screen=True, auto_refresh=False) as live,
-    ):
+    live = Live(view, console=target, screen=True, auto_refresh=False)
+    with _keyboard() as pressed, _ends_in_order(), live:
         while not ended:
             if _wait(live, pressed, interval):
                 return Code.FINE
@@ -98,28 +96,20 @@ def _keep_showing(target: Console, observer: Observer, look: Look, address: str,
             except TelegradError as error:
                 ended = str(error)
                 break
-            view.rows, view.note = rows(look, before), _note(interval)
+            view.rows, view.note = rows(look, before), note
             if not any(row.state == ANSWERS for row in view.rows) and all(s.lost for s in look.workers):
                 ended = "its workers are gone"
             live.refresh()
     told = clean(f"the group at {address} has ended ({ended}); last seen:")
     target.print(told, markup=False, soft_wrap=True)
-    show(target, table(_last(rows(before, None), view.rows), target.width))
+    known = {row.id: row for row in rows(before, None)}
+    last = [row if row.state == ANSWERS else known.get(row.id, row) for row in view.rows]
+    show(target, table(last, target.width))
     return Code.FINE
 
 
-def _last(before: list[Row], now: list[Row]) -> list[Row]:
-    """What was seen last of each worker that had answered."""
-    known = {row.id: row for row in before}
-    return [row if row.state == ANSWERS else known.get(row.id, row) for row in now]
-
-
-def _note(interval: float) -> str:
-    return f"q: quit · every {interval:g} s · latencies: served calls of {_SAMPLED:.0%} of the time"
-
-
 def _wait(live: Live, pressed: Callable[[float], bytes], seconds: float) -> bool:
-    """Waits; True if the user wants to quit."""
+    """Waits. Returns True if the user wants to quit."""
     until = clock.now() + seconds
     while (left := until - clock.now()) > 0:
         live.refresh()
@@ -128,29 +118,23 @@ def _wait(live: Live, pressed: Callable[[float], bytes], seconds: float) -> bool
     return False
 
 
-def _no_key(seconds: float) -> bytes:
-    time.sleep(seconds)
-    return b""
-
-
 @contextlib.contextmanager
 def _keyboard() -> Iterator[Callable[[float], bytes]]:
-    """A function that waits for a key, so many seconds; b"" if none was pressed."""
-    fd = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else -1
-    if fd < 0:
-        yield _no_key
-        return
-    before = termios.tcgetattr(fd)
-    tty.setcbreak(fd)
+    """Yields a function that waits so many seconds for a key; b"" if none was pressed."""
+    fds = [sys.stdin.fileno()] if sys.stdin is not None and sys.stdin.isatty() else []
+    before = {fd: termios.tcgetattr(fd) for fd in fds}
     try:
-        yield lambda seconds: os.read(fd, 1) if select.select([fd], [], [], seconds)[0] else b""
+        for fd in fds:
+            tty.setcbreak(fd)
+        yield lambda seconds: os.read(fds[0], 1) if select.select(fds, [], [], seconds)[0] else b""
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        for fd in fds:
+            termios.tcsetattr(fd, termios.TCSADRAIN, before[fd])
 
 
 @contextlib.contextmanager
 def _ends_in_order() -> Iterator[None]:
-    """SIGTERM and SIGHUP end it by an exception, so that the terminal is as it was."""
+    """Turns SIGTERM and SIGHUP into an exception, so that the terminal is given back as it was."""
 
     def end(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)

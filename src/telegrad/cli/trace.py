@@ -10,8 +10,7 @@ from ..errors import TelegradError
 from ..primitives.text import clean, clean_lines
 from ..profiler import Summary, load, merge
 from ..profiler.summary import TITLES
-from .figures import duration, size
-from .output import Code, Stopped, console, error_console
+from .output import Code, Stopped, console, duration, error_console, size
 
 
 def run_trace(files: list[Path], output: Path | None, *, as_json: bool) -> int:

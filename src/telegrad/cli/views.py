@@ -1,4 +1,4 @@
-"""What `telegrad top` shows: figures from two looks at a group, and a table of them that fits the terminal."""
+"""The tables of `telegrad top`: figures from two looks at a group, in as many columns as fit the terminal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..primitives.text import clean
-from .figures import count, duration, number, size
 from .observer import Look, Report, Seen
+from .output import duration, number, size
 
 ANSWERS, SILENT, GONE = "answers", "no answer", "gone"
 
@@ -57,13 +57,10 @@ def _row(seen: Seen, before: Report | None) -> Row:
         return Row(member.name, member.id, rank, GONE if seen.lost else SILENT, seen.problem)
     figures, latency = report.statistics, report.latency
     connections = figures.connections.values()
-    calls = came = went = None
-    if before is not None and (passed := report.at - before.at) > 0:
-        calls = (figures.calls_served - before.statistics.calls_served) / passed
-        came, went = ((b - a) / passed for a, b in zip(_bytes(before), _bytes(report), strict=True))
+    calls, came, went = _rates(report, before)
     return Row(
         member.name, member.id, rank, ANSWERS, pid=report.pid,
-        calls_per_second=_rate(calls), bytes_in_per_second=_rate(came), bytes_out_per_second=_rate(went),
+        calls_per_second=calls, bytes_in_per_second=came, bytes_out_per_second=went,
         latency_median=latency.median if latency else None, latency_p99=latency.p99 if latency else None,
         latency_calls=latency.calls if latency else 0,
         round_trip=seen.round_trip,
@@ -77,14 +74,19 @@ def _row(seen: Seen, before: Report | None) -> Row:
     )  # fmt: skip
 
 
-def _bytes(report: Report) -> tuple[int, int]:
+def _rates(now: Report, before: Report | None) -> list[float | None]:
+    """Calls served, bytes in and bytes out, per second."""
+    if before is None or now.at <= before.at:
+        return [None] * 3
+    # A connection that has ended takes its count with it; a rate is not negative for that.
+    pairs = zip(_totals(now), _totals(before), strict=True)
+    return [max(0.0, (new - old) / (now.at - before.at)) for new, old in pairs]
+
+
+def _totals(report: Report) -> tuple[int, int, int]:
     connections = report.statistics.connections.values()
-    return sum(c.bytes_in for c in connections), sum(c.bytes_out for c in connections)
-
-
-def _rate(rate: float | None) -> float | None:
-    """A connection that has ended takes its count with it; a rate is not negative for that."""
-    return None if rate is None else max(0.0, rate)
+    came, went = sum(c.bytes_in for c in connections), sum(c.bytes_out for c in connections)
+    return report.statistics.calls_served, came, went
 
 
 # -- the table -------------------------------------------------------------------------------------------
@@ -97,6 +99,10 @@ class Column:
     rank: int  # the highest are dropped first where there is no room
 
 
+def _count(value: int | None, separator: str = ",") -> str:
+    return "-" if value is None else f"{value:{separator}}"
+
+
 COLUMNS = (
     Column("worker", lambda row: clean(row.name), 0),
     Column("calls/s", lambda row: number(row.calls_per_second), 1),
@@ -105,21 +111,23 @@ COLUMNS = (
     Column("served in", lambda row: duration(row.latency_median), 4),
     Column("p99", lambda row: duration(row.latency_p99), 8),
     Column("answers in", lambda row: duration(row.round_trip), 10),
-    Column("serves", lambda row: count(row.calls_being_served), 9),
-    Column("waits for", lambda row: count(row.calls_pending), 11),
-    Column("contexts", lambda row: count(row.contexts), 7),
-    Column("passes", lambda row: count(row.passes), 6),
+    Column("serves", lambda row: _count(row.calls_being_served), 9),
+    Column("waits for", lambda row: _count(row.calls_pending), 11),
+    Column("contexts", lambda row: _count(row.contexts), 7),
+    Column("passes", lambda row: _count(row.passes), 6),
     Column("pool", lambda row: size(row.pool_bytes), 5),
-    Column("threads", lambda row: count(row.threads), 12),
-    Column("pid", lambda row: count(row.pid, ""), 13),
+    Column("threads", lambda row: _count(row.threads), 12),
+    Column("pid", lambda row: _count(row.pid, ""), 13),
 )
 _GAP = 2  # between columns: one blank of padding, and one that the box has
 
 
 def fitting(rows: list[Row], width: int) -> list[tuple[Column, list[str]]]:
-    """The columns that there is room for, with their cells. The first always is, with names cut to a third."""
+    """Returns the columns that there is room for, with their cells. The first always is, with names cut to a third."""
     chosen = [(column, [column.cell(row) for row in rows]) for column in COLUMNS]
-    chosen[0] = COLUMNS[0], [_cut(name, max(10, width // 3)) for name in chosen[0][1]]
+    longest = max(10, width // 3)
+    names = [name if len(name) <= longest else f"{name[: longest - 1]}…" for name in chosen[0][1]]
+    chosen[0] = COLUMNS[0], names
 
     def total() -> int:
         return sum(max(map(len, (c.title, *cells))) + _GAP for c, cells in chosen) - _GAP
@@ -129,26 +137,17 @@ def fitting(rows: list[Row], width: int) -> list[tuple[Column, list[str]]]:
     return chosen
 
 
-def _cut(name: str, length: int) -> str:
-    return name if len(name) <= length else f"{name[: length - 1]}…"
-
-
 def table(rows: list[Row], width: int) -> Table:
     chosen = fitting(rows, width)
-    made = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, _GAP - 1, 0, 0),
-        collapse_padding=True,
-    )
+    padding = (0, _GAP - 1, 0, 0)
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=padding, collapse_padding=True)
     for column, _ in chosen:
-        first = column.rank == 0
-        made.add_column(column.title, justify="left" if first else "right", no_wrap=True, overflow="ellipsis")
+        justify = "right" if column.rank else "left"
+        made.add_column(column.title, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
     for at, row in enumerate(rows):
         cells = [cells[at] for _, cells in chosen]
         if row.state != ANSWERS:
-            cells[1 : len(cells)] = [row.state, *[""] * (len(cells) - 2)][: len(cells) - 1]
+            cells = [cells[0], row.state, *[""] * len(cells)][: len(cells)]
         made.add_row(*map(Text, cells), style={GONE: "red", SILENT: "yellow"}.get(row.state))
     return made
 
@@ -164,9 +163,7 @@ class View:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(clean(f"telegrad top {self.address}"), style="bold", overflow="ellipsis", no_wrap=True)
-        for line in summary(self.rows, self.world_size):
-            yield Text(line, overflow="fold")
-        yield Text("")
+        yield Text("\n".join([*summary(self.rows, self.world_size), ""]), overflow="fold")
         room = max(1, options.size.height - 8)
         yield table(self.rows[:room], options.max_width)
         if len(self.rows) > room:

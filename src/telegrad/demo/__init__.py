@@ -1,10 +1,11 @@
 """The demo: a transformer over four processes, trained for a minute, and a page that shows what happened.
 
-    model.py, training.py  what a program with telegrad looks like; begin here
-    text.py                what the model reads
-    check.py               the gradients, beside those of one process
-    story.py               all of it, from start to end; interrupts.py, progress.py: while it goes on
-    sights.py, accounts.py, pictures.py, report.py, page.html  what is shown of it
+    model.py, training.py   a program with telegrad; begin here
+    text.py                 what the model reads
+    run.py                  the demo from start to end (progress.py: the live figures)
+    check.py                one step's gradients, beside those of one process
+    usage.py, pictures.py   calls and bytes of each worker; loss, timeline and graph
+    report.py, page.html    the page
 
 Workers import this package too, for the model: what only the driver needs is imported when it is needed.
 """
@@ -37,6 +38,6 @@ def main(
         0: all is well. 1: something failed, or the gradients differ by more than 1e-10. 2: an argument is not what is
         needed. 130: Ctrl-C. No process is left in any case.
     """
-    from .story import tell
+    from .run import run_demo
 
-    return tell(steps=steps, seconds=seconds, out=out, seed=seed, open_report=open_report)
+    return run_demo(steps, seconds, os.fspath(out), seed, open_report)

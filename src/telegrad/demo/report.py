@@ -20,15 +20,14 @@ from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
 from pygments.lexers import PythonLexer  # type: ignore[import-untyped]
 
 from ..graph import Graph
+from ..graph.text import bytes_of
 from ..profiler import Summary
-from .accounts import Account
 from .check import LIMIT, Difference, in_words
 from .model import LAYERS, ROWS, Stage, Transformer
-from .pictures import smoothed
-from .progress import size
-from .sights import Timeline
+from .pictures import Timeline, smoothed
 from .text import CHARACTERS
 from .training import Training
+from .usage import Usage
 
 HOLDS = {
     "driver": "the embedding, the head, and the loop: the program itself",
@@ -55,7 +54,7 @@ class Results:
     prompt: str
     untrained: str
     trained: str
-    accounts: Sequence[Account]
+    usages: Sequence[Usage]
     differences: Sequence[Difference]
     timeline: Timeline
     graph: Graph
@@ -65,22 +64,19 @@ def write_report(results: Results, path: Path) -> None:
     """Writes the page."""
     steps, seconds = len(results.losses), results.losses[-1][0]
     first, last = results.losses[0][1], smoothed([loss for _, loss in results.losses])[-1]
-    sent = sum(sum(account.bytes_to.values()) for account in results.accounts)
-    calls = sum(account.calls for account in results.accounts)
-    worst = max(difference.largest for difference in results.differences)
-    exact = all(difference.is_small for difference in results.differences)
-    tiles = [
-        _tile(f"{first:.2f} → {last:.2f}", f"loss, in {steps:,} steps"),
-        _tile(f"{steps / seconds:.1f}", "steps per second"),
-        _tile(size(sent), f"sent between workers, {size(sent / steps)} in a step"),
-        _tile(in_words(worst), "largest difference of a gradient from one process", "good" if exact else "bad"),
-    ]
+    sent = sum(usage.sent for usage in results.usages)
+    worst = max(results.differences, key=lambda difference: difference.largest)
+    summary = results.timeline.summary
+    tiles = {
+        f"loss, in {steps:,} steps": f"{first:.2f} → {last:.2f}",
+        "steps per second": f"{steps / seconds:.1f}",
+        f"sent between workers, {bytes_of(sent // steps)} in a step": bytes_of(sent),
+        "largest difference of a gradient from one process": _marked(worst),
+    }
     page = Template(resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     filled = page.substitute(
-        headline="A transformer on four workers learns Python",
-        lead=f"One program, four processes, {seconds:.0f} seconds of training. The backward pass found its way through "
-        "all of them, and every number below was measured while it did.",
-        tiles="".join(tiles),
+        seconds=f"{seconds:.0f}",
+        tiles="".join(_tile(value, label) for label, value in tiles.items()),
         characters=len(CHARACTERS),
         blind=f"{math.log(len(CHARACTERS)):.2f}",
         loss=results.loss_picture,
@@ -88,12 +84,23 @@ def write_report(results: Results, path: Path) -> None:
         untrained=html.escape(results.untrained),
         trained=_highlighted(results.trained),
         steps=f"{steps:,}",
-        workers_text=f"While it trained: {calls:,} calls, and {size(sent)} that went from one process to another.",
-        workers="".join(_worker(account, results.differences) for account in results.accounts),
-        traffic=_traffic(results.accounts),
-        timeline=_timeline(results.timeline),
-        graph=_graph(results.graph),
-        check=_check(results.differences),
+        calls=f"{sum(usage.calls for usage in results.usages):,}",
+        sent=bytes_of(sent),
+        workers="".join(_worker(usage, results.differences) for usage in results.usages),
+        traffic=_traffic(results.usages),
+        step_milliseconds=f"{results.timeline.milliseconds:.0f}",
+        mean_milliseconds=f"{summary.length / summary.steps / 1000:.0f}",
+        profiled=summary.steps,
+        timeline=base64.b64encode(results.timeline.picture).decode("ascii"),
+        bars="".join(f"<div>{_named(w.name)}</div>{_bar(w.time, summary.length)}" for w in summary.workers),
+        keys="".join(f'<span><i style="background: var(--{s})"></i>{title}</span>' for s, title in STATES.items()),
+        critical_path=_critical_path(summary),
+        graph_workers=len(results.graph.workers),
+        graph_sends=len(results.graph.sends),
+        graph=results.graph._repr_html_(),
+        verdict=_verdict(worst),
+        by_worker=_by_worker(results.differences),
+        by_parameter=_by_parameter(results.differences),
         model_code=_source(Stage, Transformer),
         step_code=_source(Training.step, Training.batch),
         footer=f"telegrad on torch {torch.__version__}, Python {platform.python_version()}, {platform.system()} "
@@ -102,94 +109,32 @@ def write_report(results: Results, path: Path) -> None:
     path.write_text(filled, encoding="utf-8")
 
 
-def _tile(value: str, label: str, kind: str = "") -> str:
-    return f'<div class="card tile"><div class="value {kind}">{value}</div><div class="label">{label}</div></div>'
+def _tile(value: str, label: str) -> str:
+    return f'<div class="card tile"><div class="value">{value}</div><div class="label">{label}</div></div>'
 
 
-def _worker(account: Account, differences: Iterable[Difference]) -> str:
-    parameters = sum(d.elements for d in differences if d.owner == account.name)
+def _worker(usage: Usage, differences: Iterable[Difference]) -> str:
     rows = {
-        "process": account.pid,
-        "parameters": f"{parameters:,}",
-        "calls served": f"{account.calls:,}",
-        "messages sent": f"{account.messages:,}",
-        "bytes sent": size(sum(account.bytes_to.values())),
-        "bytes received": size(sum(account.bytes_from.values())),
-        "processor time": f"{account.cpu_seconds:.1f} s",
-        "memory, at most": size(account.memory),
+        "process": usage.pid,
+        "parameters": f"{sum(d.elements for d in differences if d.owner == usage.name):,}",
+        "calls served": f"{usage.calls:,}",
+        "messages sent": f"{usage.messages:,}",
+        "bytes sent": bytes_of(usage.sent),
+        "bytes received": bytes_of(usage.bytes_from.total()),
+        "processor time": f"{usage.cpu_seconds:.1f} s",
+        "memory, at most": bytes_of(usage.memory),
     }
     listed = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows.items())
     return (
-        f'<div class="card worker" style="--of: var(--{account.name})"><h3>{account.name}</h3>'
-        f'<div class="holds">{HOLDS[account.name]}</div><dl>{listed}</dl></div>'
+        f'<div class="card worker" style="--of: var(--{usage.name})"><h3>{usage.name}</h3>'
+        f'<div class="holds">{HOLDS[usage.name]}</div><dl>{listed}</dl></div>'
     )
 
 
-def _traffic(accounts: Sequence[Account]) -> str:
-    names = [account.name for account in accounts]
-    rows = []
-    for account in accounts:
-        cells = [size(account.bytes_to[name]) if account.bytes_to.get(name) else "·" for name in names]
-        rows.append([_named(account.name), *cells])
+def _traffic(usages: Sequence[Usage]) -> str:
+    names = [usage.name for usage in usages]
+    rows = [[_named(u.name), *(bytes_of(u.bytes_to[n]) if u.bytes_to[n] else "·" for n in names)] for u in usages]
     return _table(["", *names], rows)
-
-
-def _check(differences: Sequence[Difference]) -> str:
-    """By worker; and below, by parameter."""
-    if not all(difference.is_small for difference in differences):
-        verdict = f'<span class="bad">Some gradients differ by more than {LIMIT:g}.</span>'
-    elif any(difference.largest for difference in differences):
-        verdict = f'<span class="good">No gradient differs by more than {LIMIT:g}.</span>'
-    else:
-        verdict = '<span class="good">The gradients are equal to the last bit.</span>'
-    by_worker = []
-    for name in HOLDS:
-        mine = [difference for difference in differences if difference.owner == name]
-        by_worker.append(
-            [
-                _named(name),
-                f"{sum(d.elements for d in mine):,}",
-                f"{max(d.scale for d in mine):.2e}",
-                _marked(max(mine, key=lambda d: d.largest)),
-            ]
-        )
-    by_parameter = [
-        [f"<code>{html.escape(d.parameter)}</code>", d.owner, f"{d.elements:,}", f"{d.scale:.2e}", _marked(d)]
-        for d in differences
-    ]
-    return (
-        "<p>After the training, one step was made twice with the same batch, in float64: on the four workers, and by "
-        f"the same model in one process with plain PyTorch. {verdict}</p>"
-        '<div class="card scroll">'
-        + _table(["owner", "parameters", "largest gradient", "largest difference"], by_worker)
-        + "</div><details><summary>each parameter</summary><div class='card scroll'>"
-        + _table(["parameter", "owner", "elements", "largest gradient", "largest difference"], by_parameter)
-        + "</div></details>"
-    )
-
-
-def _marked(difference: Difference) -> str:
-    return f'<span class="{"good" if difference.is_small else "bad"}">{in_words(difference.largest)}</span>'
-
-
-def _timeline(timeline: Timeline) -> str:
-    """The picture of a step; and where the time of all steps under the profiler went."""
-    summary, encoded = timeline.summary, base64.b64encode(timeline.picture).decode("ascii")
-    times = {worker.name: worker.time for worker in summary.workers}
-    rows = "".join(f"<div>{_named(name)}</div>{_bar(times[name], summary.length)}" for name in HOLDS if name in times)
-    keys = "".join(f'<span><i style="background: var(--{state})"></i>{title}</span>' for state, title in STATES.items())
-    return (
-        f"<p>{timeline.milliseconds:.0f} milliseconds: forward through both stages, backward through both, and a step "
-        "of the optimizer everywhere. A band is a process, a lane in it a thread, an arrow a message. "
-        f"<code>trace.json</code> has {summary.steps} such steps with every operator; it opens in ui.perfetto.dev.</p>"
-        '<div class="card canvas scroll"><div class="picture wide painted">'
-        f'<img alt="the timeline of one step on four workers" src="data:image/png;base64,{encoded}"></div></div>'
-        f'<div class="halves below"><div class="card"><p class="quiet">Where the time of a step went: '
-        f"{summary.length / summary.steps / 1000:.0f} ms each, {summary.steps} steps under the profiler</p>"
-        f'<div class="bars">{rows}</div><div class="keys">{keys}</div></div>'
-        '<div class="card"><p class="quiet">The critical path: what a step had to wait for</p>'
-        f"{_path(summary)}</div></div>"
-    )
 
 
 def _bar(time: Mapping[str, float], length: float) -> str:
@@ -201,7 +146,7 @@ def _bar(time: Mapping[str, float], length: float) -> str:
     return f'<div class="bar">{pieces}</div>'
 
 
-def _path(summary: Summary) -> str:
+def _critical_path(summary: Summary) -> str:
     """The longest of its links."""
     links = summary.to_dict()["critical_path"]
     rows = [
@@ -213,14 +158,34 @@ def _path(summary: Summary) -> str:
     return _table(["worker", "what", "share of a step"], rows)
 
 
-def _graph(graph: Graph) -> str:
-    """The picture; where there is no graphviz, what it gives in its place."""
-    return (
-        f"<p>What autograd remembers of one forward pass, on {len(graph.workers)} workers, "
-        f"joined by {len(graph.sends)} tensors that went from one to another. The backward pass goes the other way; "
-        "the table on the server gets the sum of what comes from both stages.</p>"
-        f'<div class="card canvas scroll"><div class="drawn painted">{graph._repr_html_()}</div></div>'
+def _verdict(worst: Difference) -> str:
+    if not worst.is_small:
+        return f'<span class="bad">Some gradients differ by more than {LIMIT:g}.</span>'
+    said = (
+        f"No gradient differs by more than {LIMIT:g}." if worst.largest else "The gradients are equal to the last bit."
     )
+    return f'<span class="good">{said}</span>'
+
+
+def _by_worker(differences: Sequence[Difference]) -> str:
+    rows = []
+    for name in HOLDS:
+        mine = [difference for difference in differences if difference.owner == name]
+        largest = _marked(max(mine, key=lambda d: d.largest))
+        rows.append([_named(name), f"{sum(d.elements for d in mine):,}", f"{max(d.scale for d in mine):.2e}", largest])
+    return _table(["owner", "parameters", "largest gradient", "largest difference"], rows)
+
+
+def _by_parameter(differences: Sequence[Difference]) -> str:
+    rows = [
+        [f"<code>{html.escape(d.parameter)}</code>", d.owner, f"{d.elements:,}", f"{d.scale:.2e}", _marked(d)]
+        for d in differences
+    ]
+    return _table(["parameter", "owner", "elements", "largest gradient", "largest difference"], rows)
+
+
+def _marked(difference: Difference) -> str:
+    return f'<span class="{"good" if difference.is_small else "bad"}">{in_words(difference.largest)}</span>'
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -234,7 +199,6 @@ def _named(worker: str) -> str:
 
 
 def _source(*things: object) -> str:
-    """The code itself, without the docstrings' indentation of a class around it."""
     return _highlighted("\n\n".join(textwrap.dedent(inspect.getsource(thing)).strip() for thing in things))  # type: ignore[arg-type]
 
 

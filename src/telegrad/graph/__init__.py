@@ -1,7 +1,7 @@
 """The distributed graph of a context: gathered from its workers, folded until it can be read, and shown.
 
-gathering  asks the workers           -> graph.Graph   plain data
-folding    what is drawn as one       -> drawing       with graphviz;   words  without it
+gathering  asks the workers       -> graph.Graph   plain data
+folding    what is drawn as one   -> drawing       with pygraphviz;   text   without it
 """
 
 from ..gradients.diagnosis import Awaited, PartState

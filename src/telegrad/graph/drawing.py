@@ -1,23 +1,24 @@
 """Pictures of a graph: in graphviz's language, as SVG or PNG, and as HTML.
 
-folding.py says what is drawn as one, graphviz does the layout. Without its program there is the outline of
-words.py.
+folding.py says what is drawn as one, pygraphviz does the layout. Without it there is the outline of text.py.
 """
 
 from __future__ import annotations
 
 import html as html_text
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import DrawingError
 from ..gradients.snapshot import Leaf, Node, Operation, Recv, Root, Send
 from .folding import Arrow, Item, Picture, fold
-from .text import bytes_of, counted, holds_up_others, outline, pass_lines, shape_of, size_of, some, times
+from .text import bytes_of, counted, holds_up_others, outline, pass_lines, shape_of, size_of, some, tally, times
 
 if TYPE_CHECKING:
     from .graph import Graph, WorkerPart
@@ -32,25 +33,24 @@ _VIEWS = (
 )  # fmt: skip
 
 
-# -- graphviz's language ------------------------------------------------------------------------------------
-
-
 def dot(graph: Graph, detail: str = "auto") -> str:
-    """The picture in graphviz's language."""
+    """Returns the picture in graphviz's language."""
     picture = fold(graph, detail)
-    lines = [
-        "digraph telegrad {",
-        f'  graph [fontname="Helvetica", fontsize=12, fontcolor="{_INK}", bgcolor=white, nodesep=0.3, ranksep=0.3, '
-        # With newrank boxes stand side by side, and all arrows lead down.
-        f"newrank=true, pad=0.2, labelloc=b, labeljust=l, label={_rich(*_caption(graph, picture), align='left')}];",
-        f'  node [fontname="Helvetica", fontsize=10, fontcolor="{_INK}", color="{_PALE}", shape=box, '
-        'style="rounded,filled", fillcolor=white, margin="0.1,0.05", height=0.3];',
-        f'  edge [fontname="Helvetica", fontsize=8, fontcolor="{_PALE}", color="{_PALE}", arrowsize=0.6];',
-    ]
-    for part in graph.workers:
-        lines += _worker_box(graph, part, picture)
-    lines += map(_arrow, picture.arrows)
-    return "\n".join([*lines, "}", ""])
+    caption = _rich(*_caption(graph, picture), align="left")
+    font = {"fontname": "Helvetica", "fontcolor": _INK}
+    # With newrank boxes stand side by side, and all arrows lead down.
+    whole = _attributes(
+        **font, fontsize="12", bgcolor="white", nodesep="0.3", ranksep="0.3", newrank="true", pad="0.2", labelloc="b",
+        labeljust="l", label=caption,
+    )  # fmt: skip
+    node = _attributes(
+        **font, fontsize="10", color=_PALE, shape="box", style="rounded,filled", fillcolor="white", margin="0.1,0.05",
+        height="0.3",
+    )  # fmt: skip
+    edge = _attributes(fontname="Helvetica", fontsize="8", fontcolor=_PALE, color=_PALE, arrowsize="0.6")
+    boxes = [line for part in graph.workers for line in _worker_box(graph, part, picture)]
+    lines = [f"  graph {whole};", f"  node {node};", f"  edge {edge};", *boxes, *map(_arrow, picture.arrows)]
+    return "\n".join(["digraph telegrad {", *lines, "}", ""])
 
 
 def _caption(graph: Graph, picture: Picture) -> list[tuple[str, str]]:
@@ -75,68 +75,62 @@ def _worker_box(graph: Graph, part: WorkerPart, picture: Picture) -> list[str]:
     if not items and part.status == "no part":
         return []
     is_here = part.status == "here"
-    title = [(part.name, _INK)]
-    if trouble := (part.status if not is_here else holds_up_others(graph, part)):
-        title.append((trouble, _RED))
-    look = f'style="rounded,filled", fillcolor="#f6f8fa", color="{_RED if trouble else _GREY}"'
-    if not is_here:
-        look = f'style="rounded,filled,dashed", fillcolor="#f0f0f0", color="{_RED}"'
+    trouble = holds_up_others(graph, part) if is_here else part.status
+    title = [(part.name, _INK), *([(trouble, _RED)] if trouble else [])]
     side = "left" if part is graph.workers[0] else "right"  # arrows come in from the left, mostly
-    lines = [
-        f"  subgraph cluster_{part.id} {{",
-        f"    graph [label={_rich(*title, bold=True, align=side)}, labelloc=t, labeljust={side[0]}, {look}];",
-    ]
-    lines += [f"    {_item(place, picture.items[place], part)}" for place in items]
+    look = _attributes(
+        label=_rich(*title, bold=True, align=side),
+        labelloc="t",
+        labeljust=side[0],
+        style="rounded,filled" if is_here else "rounded,filled,dashed",
+        fillcolor="#f6f8fa" if is_here else "#f0f0f0",
+        color=_RED if trouble else _GREY,
+    )
+    lines = [f"    n{place} {_item(picture.items[place], is_here)};" for place in items]
     if not items:
-        lines.append(f'    empty_{part.id} [label="nothing was sent or received", shape=plain, fontcolor="{_PALE}"];')
-    return [*lines, "  }"]
+        nothing = _attributes(label="nothing was sent or received", shape="plain", fontcolor=_PALE)
+        lines = [f"    empty_{part.id} {nothing};"]
+    return [f"  subgraph cluster_{part.id} {{", f"    graph {look};", *lines, "  }"]
 
 
-def _item(place: int, item: Item, part: WorkerPart) -> str:
+def _item(item: Item, is_here: bool) -> str:
     nodes = item.nodes
     grey = item.active is False
-    ink, line = (_GREY, _GREY) if grey else (_INK, _PALE)
-    tooltip = _quoted(_tooltip(nodes))
-    if part.status != "here":
-        return f'n{place} [label="?", color="{_PALE}", fontcolor="{_PALE}", style="rounded,dashed", tooltip={tooltip}];'
+    ink, pale, line = (_GREY, _GREY, _GREY) if grey else (_INK, _PALE, _PALE)
+    tooltip = _tooltip(nodes)
+    if not is_here:
+        return _attributes(label="?", color=_PALE, fontcolor=_PALE, style="rounded,dashed", tooltip=tooltip)
     if item.is_recv:
-        colour = _GREY if grey else _BLUE
-        return (
-            f'n{place} [label="{times("Recv", len(nodes))}", shape=ellipse, fontsize=8, height=0.2, width=0.4, '
-            f'margin="0.03,0.01", style=filled, color="{colour}", fontcolor="{colour}", fillcolor=white, '
-            f"tooltip={tooltip}];"
-        )
-    first = nodes[0]
+        blue = _GREY if grey else _BLUE
+        return _attributes(
+            label=times("Recv", len(nodes)), shape="ellipse", fontsize="8", height="0.2", width="0.4",
+            margin="0.03,0.01", style="filled", color=blue, fontcolor=blue, fillcolor="white", tooltip=tooltip,
+        )  # fmt: skip
+    first, fill = nodes[0], "white"
     if len(nodes) == 1 and isinstance(first, Root):
         label, fill, line = [(first.name, ink), (shape_of(first), _PALE)], "#fff3c4", "#b58407"
     elif all(isinstance(node, Leaf) for node in nodes):
-        label, fill = _leaf_lines(nodes, ink), "#dff3e4"
-        line = _GREY if grey else "#3f9a5a"
+        label, fill, line = _leaf_lines(nodes, ink), "#dff3e4", _GREY if grey else "#3f9a5a"
     elif len(nodes) == 1:
-        label, fill = [(first.name, ink), (shape_of(first), _GREY if grey else _PALE)], "white"
+        label = [(first.name, ink), (shape_of(first), pale)]
     else:
         label, fill = _fold_lines(nodes, ink), "#e7eefb"
-    if grey:
-        fill = "#fafafa"
-    return f'n{place} [label={_rich(*label)}, fillcolor="{fill}", color="{line}", tooltip={tooltip}];'
+    return _attributes(label=_rich(*label), fillcolor="#fafafa" if grey else fill, color=line, tooltip=tooltip)
 
 
 def _leaf_lines(leaves: Sequence[Node], ink: str) -> list[tuple[str, str]]:
     if len(leaves) == 1:
         leaf = leaves[0]
         return [(f"{leaf.name} {shape_of(leaf)}", ink), (f"{leaf.dtype}, {bytes_of(leaf.nbytes)}", _PALE)]
-    shapes = [times(shape, n) for shape, n in Counter(shape_of(leaf) for leaf in leaves).most_common()]
-    return [
-        (f"{len(leaves)} leaves, {bytes_of(sum(n.nbytes for n in leaves))}", ink),
-        (some(shapes, 3), _PALE),
-    ]
+    total = bytes_of(sum(leaf.nbytes for leaf in leaves))
+    return [(f"{len(leaves)} leaves, {total}", ink), (tally(map(shape_of, leaves), 3), _PALE)]
 
 
 def _fold_lines(nodes: Sequence[Node], ink: str) -> list[tuple[str, str]]:
     operations = [node for node in nodes if isinstance(node, Operation)]
     leaves = [node for node in nodes if isinstance(node, Leaf)]
     found = Counter(node.name for node in operations).most_common()
-    names = [times(name, n) for name, n in sorted(found, key=lambda name: _is_view(name[0]))]
+    names = [times(*name) for name in sorted(found, key=lambda name: _is_view(name[0]))]
     shown = _NAMES_SHOWN if len(names) > _NAMES_SHOWN + 1 else len(names)
     lines = [(name, ink) for name in names[:shown]]
     if len(operations) > 1:
@@ -144,9 +138,9 @@ def _fold_lines(nodes: Sequence[Node], ink: str) -> list[tuple[str, str]]:
     if len(names) > shown:
         lines.append((f"and {len(names) - shown} more kinds", _PALE))
     if leaves:
-        shapes = [times(shape, n) for shape, n in Counter(shape_of(leaf) for leaf in leaves).most_common()]
         total = bytes_of(sum(leaf.nbytes for leaf in leaves))
-        lines.append((f"{counted(len(leaves), 'leaf')}, {total}: {some(shapes, _LEAVES_SHOWN)}", "#2c7a45"))
+        shapes = tally(map(shape_of, leaves), _LEAVES_SHOWN)
+        lines.append((f"{counted(len(leaves), 'leaf')}, {total}: {shapes}", "#2c7a45"))
     return lines
 
 
@@ -155,23 +149,23 @@ def _is_view(name: str) -> bool:
 
 
 def _arrow(arrow: Arrow) -> str:
-    ends = f"n{arrow.tail} -> n{arrow.head}"
+    ends = f"  n{arrow.tail} -> n{arrow.head}"
+    unused = arrow.active is False
     if not arrow.sends:
-        look = f'color="{_GREY}", style=dashed' if arrow.active is False else ""
-        return f"  {ends} [{look}];"
-    colour, width = _BLUE, 1.6
-    if arrow.active is False:
-        colour, width = _GREY, 1.2
-    label = _sent_lines(arrow.sends)
+        return f"{ends} {_attributes(color=_GREY, style='dashed') if unused else '[]'};"
+    colour, width = (_GREY, "1.2") if unused else (_BLUE, "1.6")
+    lines = _sent_lines(arrow.sends)
     if arrow.is_awaited:
-        colour, width = _RED, 2.6
-        label.append(f"awaited from {arrow.sends[0].peer!r}")
-    style = "dashed" if arrow.active is False else "solid"
-    tooltip = _quoted(_tooltip(arrow.sends))
-    return (
-        f'  {ends} [color="{colour}", penwidth={width}, style={style}, arrowsize=0.8, label={_beside(label, colour)}, '
-        f"tooltip={tooltip}, labeltooltip={tooltip}];"
+        colour, width = _RED, "2.6"
+        lines.append(f"awaited from {arrow.sends[0].peer!r}")
+    text = "<br/>".join(map(_escaped, lines))
+    cell = f'<td><font color="{colour}">{text}</font></td>'
+    label = f'<<table border="0" cellpadding="4"><tr>{cell}</tr></table>>'  # with some room around it
+    tooltip, style = _tooltip(arrow.sends), "dashed" if unused else "solid"
+    look = _attributes(
+        color=colour, penwidth=width, style=style, arrowsize="0.8", label=label, tooltip=tooltip, labeltooltip=tooltip
     )
+    return f"{ends} {look};"
 
 
 def _sent_lines(sends: Sequence[Send]) -> list[str]:
@@ -180,23 +174,28 @@ def _sent_lines(sends: Sequence[Send]) -> list[str]:
         return [f"{send.label}  {shape_of(send)}", f"{send.dtype}, {bytes_of(send.nbytes)}"]
     messages = len({send.message for send in sends})
     dtypes = some(sorted({send.dtype for send in sends}), 3)
-    tensors = counted(len(sends), "tensor")
-    first = f"{tensors} in {messages} messages" if messages > 1 else f"{tensors} in {sends[0].label.split('.')[0]}"
-    return [first, f"{dtypes}, {bytes_of(sum(send.nbytes for send in sends))}"]
+    where = f"{messages} messages" if messages > 1 else sends[0].label.split(".")[0]
+    total = bytes_of(sum(send.nbytes for send in sends))
+    return [f"{counted(len(sends), 'tensor')} in {where}", f"{dtypes}, {total}"]
 
 
-def _tooltip(nodes: Iterable[Node], most: int = 12) -> str:
-    lines = [_described(node) for node in nodes]
-    return "\n".join(lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else []))
+def _tooltip(nodes: Sequence[Node], most: int = 12) -> str:
+    lines = []
+    for node in nodes[:most]:
+        lines.append(f"{node.name} {shape_of(node)} {node.dtype}".strip())
+        if isinstance(node, Send | Recv):
+            lines[-1] += f", message {node.message} {'to' if isinstance(node, Send) else 'from'} {node.peer!r}"
+    return "\n".join(lines + ([f"and {len(nodes) - most} more"] if len(nodes) > most else []))
 
 
-def _described(node: Node) -> str:
-    text = f"{node.name} {shape_of(node)} {node.dtype}".strip()
-    if isinstance(node, Send):
-        return f"{text}, message {node.message} to {node.peer!r}"
-    if isinstance(node, Recv):
-        return f"{text}, message {node.message} from {node.peer!r}"
-    return text
+def _attributes(**values: str) -> str:
+    """The attributes of something in graphviz's language. A label in angle brackets is one of _rich()."""
+    parts = []
+    for name, value in values.items():
+        if name != "label" or not value.startswith("<"):
+            value = '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+        parts.append(f"{name}={value}")
+    return f"[{', '.join(parts)}]"
 
 
 def _rich(*lines: tuple[str, str], bold: bool = False, align: str = "center") -> str:
@@ -212,56 +211,45 @@ def _rich(*lines: tuple[str, str], bold: bool = False, align: str = "center") ->
     return f"<{new_line.join(parts)}{new_line if len(parts) > 1 else ''}>"
 
 
-def _beside(lines: Sequence[str], colour: str) -> str:
-    """A label beside an arrow, with some room between them."""
-    text = "<br/>".join(map(_escaped, lines))
-    cell = f'<td><font color="{colour}">{text}</font></td>'
-    return f'<<table border="0" cellpadding="4"><tr>{cell}</tr></table>>'
-
-
 def _escaped(text: str) -> str:
     """For a label of graphviz's, which is XML: there is no way to write a control character in that."""
     return html_text.escape("".join(sign if sign.isprintable() else "?" for sign in text))
 
 
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
+# -- with pygraphviz ----------------------------------------------------------------------------------------
 
-
-# -- with graphviz's program --------------------------------------------------------------------------------
+# Graphviz keeps the interpreter's lock for as long as it works, and is not made for threads: it gets its own process.
+_DRAW = """
+import sys, pygraphviz
+graph = pygraphviz.AGraph(string=sys.stdin.buffer.read().decode())
+sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
+"""
 
 
 def svg(graph: Graph, detail: str = "auto") -> str:
-    """The picture as SVG.
+    """Returns the picture as SVG.
 
     Raises:
-        DrawingError: there is no graphviz program here, or it failed.
+        DrawingError: pygraphviz is not installed, or it failed.
     """
     return _rendered(dot(graph, detail), "svg").decode("utf-8")
 
 
 def _rendered(source: str, form: str) -> bytes:
-    try:
-        graphviz: Any = import_module("graphviz")  # only here: `import telegrad` does not need it
-    except ImportError as error:
+    if find_spec("pygraphviz") is None:
         raise DrawingError(
-            f"a graph is drawn as {form} by the package graphviz, which is not installed; run `pip install graphviz`, "
+            f"a graph is drawn as {form} by pygraphviz, which is not installed; run `pip install 'telegrad[tools]'`, "
             "or take .dot() and draw it elsewhere"
-        ) from error
-    try:
-        drawn: bytes = graphviz.pipe("dot", form, source.encode(), quiet=True)
-        return drawn
-    except graphviz.ExecutableNotFound as error:
-        raise DrawingError(
-            f"a graph is drawn as {form} by graphviz's program `dot`, which is not on the PATH of this machine; "
-            "install it (`apt install graphviz`, `brew install graphviz`), or take .dot() and draw it elsewhere"
-        ) from error
-    except graphviz.CalledProcessError as error:
-        said = (error.stderr or b"").decode("utf-8", "replace").strip()
-        raise DrawingError(f"graphviz could not draw the graph as {form}: {said or error}") from error
-    except OSError as error:
-        raise DrawingError(f"graphviz's program `dot` could not be run: {error}") from error
+        )
+    # -P: a file of the same name in the current folder is not imported
+    command = [sys.executable, "-P", "-c", _DRAW, form]
+    done = subprocess.run(command, input=source.encode(), capture_output=True, check=False)
+    if done.returncode:
+        said = (
+            done.stderr.decode(errors="replace").partition("Traceback")[0].strip() or f"it ended with {done.returncode}"
+        )
+        raise DrawingError(f"graphviz could not draw the graph as {form}: {said}")
+    return done.stdout
 
 
 def save(graph: Graph, path: str | PathLike[str], detail: str = "auto") -> None:
@@ -284,7 +272,7 @@ def save(graph: Graph, path: str | PathLike[str], detail: str = "auto") -> None:
 
 
 def html(graph: Graph, detail: str = "auto") -> str:
-    """The picture for a page or a notebook; without graphviz, what it would show as an outline."""
+    """Returns the picture for a page or a notebook; without pygraphviz, the outline."""
     try:
         drawn = svg(graph, detail)
     except DrawingError as error:
@@ -298,7 +286,7 @@ def html(graph: Graph, detail: str = "auto") -> str:
 
 
 def page(graph: Graph, detail: str = "auto") -> str:
-    """A page by itself."""
+    """Returns a page by itself."""
     title = html_text.escape(f"telegrad: the graph of context {graph.context_id}")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>\n'

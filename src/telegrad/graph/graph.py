@@ -1,4 +1,4 @@
-"""What was gathered of a distributed graph: to inspect, and to see (drawing.py, words.py)."""
+"""A distributed graph as plain data: to inspect, and to see (drawing.py, text.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from os import PathLike
 from ..gradients.diagnosis import PartState
 from ..gradients.snapshot import Edge, Leaf, Node, Recv, Root, Send
 from . import drawing
-from . import text as words
+from .text import outline
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Graph:
     """
 
     context_id: int
-    workers: tuple[WorkerPart, ...]  # the one that asked is the first, then those that it knows, and so on
+    workers: tuple[WorkerPart, ...]  # the one that asked is the first, then the workers that it knows, and so on
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]  # within workers; and from each Send to its Recv
     passes: tuple[PartState, ...]  # how far those are that run, or that have failed, on each worker
@@ -61,7 +61,7 @@ class Graph:
 
     @property
     def awaited(self) -> tuple[Send, ...]:
-        """The Sends that hold a pass up, or held it up when it failed; `peer` is who has not sent the gradient."""
+        """The Sends that hold a pass up, or held it up when it failed; `peer` has not sent the gradient."""
         return tuple(send for send in self.sends if send.awaited)
 
     def dot(self, *, detail: str = "auto") -> str:
@@ -78,16 +78,16 @@ class Graph:
         """The picture as SVG.
 
         Raises:
-            DrawingError: there is no graphviz program here.
+            DrawingError: pygraphviz is not installed.
         """
         return drawing.svg(self, detail)
 
     def save(self, path: str | PathLike[str], *, detail: str = "auto") -> None:
         """Writes the picture to a file: .dot, .svg, .png or .html, by its name. A page is written in any case; without
-        graphviz it has an outline in place of the picture.
+        pygraphviz it has an outline in place of the picture.
 
         Raises:
-            DrawingError: it is to be an .svg or a .png, and there is no graphviz program here.
+            DrawingError: it is to be an .svg or a .png, and pygraphviz is not installed.
             ValueError: another ending.
         """
         drawing.save(self, path, detail)
@@ -96,7 +96,7 @@ class Graph:
         return drawing.html(self)
 
     def __str__(self) -> str:
-        return words.outline(self)
+        return outline(self)
 
     def __repr__(self) -> str:
         return (

@@ -1,9 +1,9 @@
-"""A graph in words: what each worker has, sends to whom, and what holds it up. Also the words in pictures."""
+"""A graph as text: what each worker has and sends, and what holds it up. Also the words in pictures."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..gradients.snapshot import Leaf, Node, Operation, Root, Send
@@ -16,7 +16,7 @@ _MOST_SENDS = 12  # of a worker, each with a line of its own
 
 
 def outline(graph: Graph) -> str:
-    """What each worker has, and sends to whom."""
+    """Returns what each worker has and sends, in lines."""
     lines = [f"graph of context {graph.context_id}: {size_of(graph)}"]
     for part in graph.workers:
         lines += _worker_lines(graph, part)
@@ -35,13 +35,12 @@ def _worker_lines(graph: Graph, part: WorkerPart) -> list[str]:
         lines.append(f"  {root.name}: {shape_of(root)} {root.dtype}")
     operations = [node for node in nodes if isinstance(node, Operation)]
     if operations:
-        names = Counter(node.name for node in operations).most_common()
-        lines.append(f"  {counted(len(operations), 'node')}: {some([times(*name) for name in names], 6)}")
+        lines.append(f"  {counted(len(operations), 'node')}: {tally([node.name for node in operations], 6)}")
     leaves = [node for node in nodes if isinstance(node, Leaf)]
     if leaves:
-        shapes = Counter(f"{leaf.name} {shape_of(leaf)}" for leaf in leaves).most_common()
         total = bytes_of(sum(leaf.nbytes for leaf in leaves))
-        lines.append(f"  {counted(len(leaves), 'leaf')}, {total}: {some([times(*shape) for shape in shapes], 6)}")
+        shapes = tally([f"{leaf.name} {shape_of(leaf)}" for leaf in leaves], 6)
+        lines.append(f"  {counted(len(leaves), 'leaf')}, {total}: {shapes}")
     sends = [node for node in nodes if isinstance(node, Send)]
     lines += [f"  sends {_sent_line(graph, send)}" for send in sends[:_MOST_SENDS]]
     if len(sends) > _MOST_SENDS:
@@ -60,7 +59,7 @@ def _sent_line(graph: Graph, send: Send) -> str:
 
 
 def pass_lines(graph: Graph) -> list[str]:
-    """What holds passes up, or has."""
+    """Returns a line for each Send that holds a pass up, or did when it failed."""
     return [
         f"{_awaited(graph, send)}: Send {send.label} of {send.worker!r}, from {send.peer!r}" for send in graph.awaited
     ]
@@ -73,7 +72,7 @@ def _awaited(graph: Graph, send: Send) -> str:
 
 
 def holds_up_others(graph: Graph, part: WorkerPart) -> str:
-    """Of a worker that others wait for and that waits for nobody: why."""
+    """Says why a worker holds others up that waits for none itself; empty for any other worker."""
     awaited_from = {send.peer_id for send in graph.awaited}
     if part.id not in awaited_from or any(send.worker_id == part.id for send in graph.awaited):
         return ""
@@ -103,6 +102,11 @@ def times(what: str, count: int) -> str:
 
 def some(texts: Sequence[str], most: int) -> str:
     return ", ".join([*texts[:most], *(["..."] if len(texts) > most else [])])
+
+
+def tally(texts: Iterable[str], most: int) -> str:
+    """Each text once, with how often it is there, the most frequent first."""
+    return some([times(*each) for each in Counter(texts).most_common()], most)
 
 
 def shape_of(node: Node) -> str:

@@ -1,0 +1,73 @@
+"""`telegrad run`: torchrun for one machine, with one line at the end that says which rank failed.
+
+`python -m telegrad.cli.launch FD TORCHRUN-ARGUMENTS` is the process that `telegrad run` becomes: signals reach torchrun
+itself, which passes them on to the ranks. FD is a socket that listens where the group is to meet. The store is served
+there, and torchrun, which would open the port on every interface, uses the store that its process has (multi_tenant).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+_LINES_SHOWN = 30  # of the failed rank's stderr
+
+
+def main(fd: int, arguments: list[str]) -> int:
+    """Runs torchrun. Returns 0, the exit code of the rank that failed first, or 128 + n after signal n."""
+    with socket.socket(fileno=os.dup(fd)) as listener:
+        host, port = listener.getsockname()
+    store = TCPStore(host, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
+    where = [f"--master-addr={host}", f"--master-port={store.port}"]
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the verdict below says what they would
+    with tempfile.TemporaryDirectory(prefix="telegrad-run-") as logs:
+        try:
+            run(parse_args([*where, "--log-dir", logs, *arguments]))
+        except ChildFailedError as error:
+            return _explain(error, Path(logs))
+        except SignalException as error:
+            name = "Ctrl-C" if error.sigval == signal.SIGINT else signal.Signals(error.sigval).name
+            _say(f"{name}; all processes have ended")
+            return 128 + error.sigval
+        finally:
+            _kill_ranks()
+    return 0
+
+
+def _explain(error: ChildFailedError, logs: Path) -> int:
+    rank, failure = error.get_first_failure()
+    code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    ended = f"exit code {code}"
+    if failure.exitcode < 0:
+        ended = f"{signal.Signals(-failure.exitcode).name} ({ended})"
+    _say(f"rank {rank} failed with {ended}; the others were ended")
+    for written in logs.glob(f"*/attempt_0/{failure.local_rank}/stderr.log"):
+        print(*written.read_text(errors="replace").splitlines()[-_LINES_SHOWN:], sep="\n", file=sys.stderr)
+    return code
+
+
+def _kill_ranks() -> None:
+    """A second signal ends torchrun while it still waits for the ranks."""
+    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        try:
+            os.killpg(int(pid), signal.SIGKILL)  # each rank leads a process group
+        except ProcessLookupError:
+            pass
+
+
+def _say(text: str) -> None:
+    print(f"telegrad run: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
