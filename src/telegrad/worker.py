@@ -32,7 +32,7 @@ from .errors import (
 from .events import Event, Events, logger
 from .gradients.attach import Attach
 from .gradients.contexts import Context, Contexts
-from .gradients.engine import Engine
+from .gradients.root import Engine
 from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Hello, Kind, Member, WorkerInfo
 from .options import Options
 from .primitives import current, interrupts

@@ -37,8 +37,7 @@ import telegrad
 from telegrad import autograd, errors, rpc
 from telegrad.events import Event
 from telegrad.gradients import leaves
-from telegrad.gradients import root as rooted
-from telegrad.gradients.backward_pass import Finish
+from telegrad.gradients.backward_pass import BackwardPass, Finish
 from telegrad.messages import Envelope, Kind
 from telegrad.primitives import current
 
@@ -100,16 +99,16 @@ def test_a_pass_whose_time_is_over_as_the_last_report_comes(workers, monkeypatch
     """A reading thread has noted the last report, but the root has not heard of it yet when its time is over. Either
     the pass fails, or its gradients count."""
     reported, over = threading.Event(), threading.Event()
-    on = rooted.RootedPass.on
+    on_report = BackwardPass.on_report
 
-    def slowly(self: object, event: object) -> list:
-        instructions = on(self, event)
+    def slowly(self: BackwardPass, worker: int, error: BaseException | None) -> list:
+        instructions = on_report(self, worker, error)
         if instructions and isinstance(instructions[0], Finish):
             reported.set()
             assert over.wait(PATIENCE)
         return instructions
 
-    monkeypatch.setattr(rooted.RootedPass, "on", slowly)
+    monkeypatch.setattr(BackwardPass, "on_report", slowly)
     with autograd.context() as context_id:
         leaf = torch.ones(3, requires_grad=True)
         loss = (rpc.rpc_sync("b", in_a_moment, args=(torch.ones(3),)) * leaf).sum()
@@ -435,16 +434,14 @@ def test_whatever_a_task_raises_its_connection_is_read_again(caplog):
 def test_ctrl_c_as_all_have_reported(workers, monkeypatch):
     """The root was about to tell the others that the pass is done."""
     driver = workers["driver"]
-    wait = driver.engine.parts.wait
 
-    def wait_and_press(*args: object) -> None:
-        wait(*args)
+    def press(*args: object) -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
     with autograd.context() as context_id:
         loss = forward()
-        monkeypatch.setattr(driver.engine.parts, "wait", wait_and_press)
+        monkeypatch.setattr(driver.engine, "_finish", press)
         with pytest.raises(KeyboardInterrupt):
             autograd.backward(context_id, [loss], timeout=PATIENCE)
         with soon(3.0):

@@ -43,11 +43,6 @@ class Host(Protocol):
     def open_control(self, envelope: Envelope, frames: Any) -> Any: ...
 
 
-def disbelieve(name: str, peer: str, peer_id: int, what: str) -> None:
-    """Warns of a message that its sender had no right to send, and that is dropped."""
-    logger.warning("worker %r: worker %r (id %d) has sent %s; this is dropped", name, peer, peer_id, what)
-
-
 def tell(host: Host, worker: int, kind: Kind, body: Done | End | Release, timeout: float | None = 1.0) -> None:
     """Sends a one-way message. A lost peer is ignored; after a write timeout the send goes on in the background."""
     try:

@@ -38,11 +38,10 @@ class Running(Protocol):
     """A pass on this worker, while torch's engine runs it."""
 
     pass_id: int
+    context_id: int
     worker: Any
     serving: Serving | None
 
-    @property
-    def context_id(self) -> int: ...
     def wait_for(self, message: int) -> None: ...
     def take(self, sent: int) -> torch.Tensor | None: ...
     def post(self, recv: Any, gradient: torch.Tensor | None) -> None: ...
@@ -110,10 +109,12 @@ def has_devices() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def forget(pass_: Running) -> None:
-    """The engine call is over."""
-    for task in [task for task, found in list(_running.items()) if found is pass_]:
-        _running.pop(task, None)
+def ended(pass_: Running) -> None:
+    """The engine call of this thread is over."""
+    starting(None)
+    for task, found in list(_running.items()):
+        if found is pass_:
+            _running.pop(task, None)
 
 
 class Beacon(torch.autograd.Function):
