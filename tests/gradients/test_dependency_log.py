@@ -58,15 +58,15 @@ def test_the_closure_is_all_that_is_upstream(log, of, expected):
 
 
 def test_the_closure_of_something_unknown_names_it(log):
-    log.add(entry(8, 5, 7))
+    log.merge([entry(8, 5, 7)])
     with pytest.raises(MissingEntryError) as caught:
         log.closure([8])
     assert caught.value.id == 5
 
 
 def test_the_closure_goes_through_groups(log):
-    log.add(entry(-1, 2, 7))
-    log.add(entry(9, -1))
+    log.merge([entry(-1, 2, 7)])
+    log.merge([entry(9, -1)])
     assert sorted(log.closure([9])) == [-1, 1, 2, 7, 9]
 
 
@@ -166,10 +166,10 @@ def test_whoever_holds_a_tensor_holds_everything_behind_it(seed):
 
 
 def test_entries_live_as_long_as_their_context(log):
-    log.add(entry(20, 6, context=OTHER))
+    log.merge([entry(20, 6, context=OTHER)])
     assert len(log) == 7
     log.release(CONTEXT)
-    assert len(log) == 1 and 20 in log and 6 not in log
+    assert len(log) == 1 and 20 in log and 6 not in log._entries
     with pytest.raises(MissingEntryError):
         log.closure([20])
     log.release(OTHER)
@@ -181,11 +181,11 @@ def test_entries_live_as_long_as_their_context(log):
 def test_what_comes_after_the_end_of_its_context_is_not_taken():
     live = {CONTEXT, OTHER}
     log = Log(live.__contains__)
-    log.add(entry(1))
+    log.merge([entry(1)])
     live.remove(CONTEXT)
     log.release(CONTEXT)
     log.merge([entry(2, 1), entry(20, context=OTHER)], "wire")
-    log.add(entry(3))
+    log.merge([entry(3)])
     assert len(log) == 1 and 20 in log
 
 

@@ -137,6 +137,23 @@ def test_a_gradient_that_nobody_else_holds_is_kept_without_a_copy():
     assert weight.grad.data_ptr() == addresses[1]
 
 
+@pytest.mark.parametrize("counted", [lambda gradients: (2, 4), lambda gradients, seen=[]: seen.append(0) or len(seen)])
+def test_where_references_say_nothing_every_gradient_is_copied(monkeypatch, counted):
+    """As on a torch that counts otherwise: the same for all gradients, or never the same."""
+    monkeypatch.setattr(leaves, "_references", counted)
+    unreliable = leaves._free_references.__wrapped__()
+    assert unreliable is None
+    monkeypatch.setattr(leaves, "_free_references", lambda: unreliable)
+    given = torch.randn(3)
+    leaf = torch.ones(3, requires_grad=True)
+    address = []
+    loss = leaf * given
+    loss.grad_fn.register_hook(lambda inputs, outputs: address.append(inputs[0].data_ptr()))
+    found = capture_backward(loss.sum(), [leaf]).copy()[leaf]
+    assert torch.equal(found, given)
+    assert [found.data_ptr()] != address
+
+
 def test_a_gradient_that_torch_has_made_is_kept_without_a_copy():
     addresses = []
     weight = torch.ones(1000, requires_grad=True)

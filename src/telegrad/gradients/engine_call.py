@@ -62,10 +62,7 @@ class Roots(NamedTuple):
 
 
 class EngineCall:
-    __slots__ = (
-        "_begin", "_capture", "_collected", "_contexts", "_counts", "_decoded", "_due", "_host", "_local", "_post",
-        "_receivers", "_unposted", "context_id", "pass_id", "serving", "worker",
-    )  # fmt: skip
+    """torch's engine at work on `local`. `post` sends the gradients of a received message."""
 
     def __init__(self, local: LocalPass, contexts: Contexts, host: Host, post: Post) -> None:
         assert local.context is not None

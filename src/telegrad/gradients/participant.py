@@ -8,9 +8,10 @@ A thread that reads carries out only what takes no time, and returns the rest as
 
 from __future__ import annotations
 
-import threading
+from _thread import RLock  # threading.RLock is Python code
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -37,40 +38,34 @@ _GRACE = 5.0  # seconds that a participant waits longer than its root
 _NO_ROOTS = Roots()
 
 
+@dataclass(eq=False, slots=True)
 class LocalPass:
     """One worker's part in one pass: its state, what has arrived for it, and what came of it."""
 
-    __slots__ = (
-        "begin", "committing", "context", "deadline", "depth", "frames", "gradients", "interrupted", "last", "lock",
-        "on_own_thread", "part", "pass_id", "results", "root_name", "roots", "sent", "settled", "since", "waiters",
-        "watch",
-    )  # fmt: skip
-
-    def __init__(self, pass_id: int, part: Part) -> None:
-        self.pass_id = pass_id
-        self.since = clock.now()
-        # Guards the five below. Threads that read take it: held for a moment only.
-        self.lock = threading.RLock()
-        self.part = part
-        self.frames: dict[int, tuple[Envelope, Any]] = {}  # by message: its gradients, as they were read
-        self.waiters: dict[int, Waiter] = {}  # by message: the engine's Waits
-        self.interrupted = ""
-        self.settled: Waiter | None = None  # made by the first thread that waits for the root's last word
-        # Set before the engine starts, and never after:
-        self.context: Context | None = None
-        self.begin: Begin | None = None
-        self.sent: dict[int, Sent] = {}  # by id: the tensors that will get gradients
-        self.roots = _NO_ROOTS
-        self.deadline: float | None = None
-        self.depth = 1
-        self.root_name = ""
-        self.on_own_thread = False  # on the thread that has called backward(), whose modes hold already
-        self.watch: Any = None  # by which that thread waits
-        # Left by the engine call:
-        self.last: tuple[int, tuple[Gradient, ...]] | None = None  # a message's gradients, sent with the report
-        self.results: tuple[Gradient, ...] = ()  # of grad()
-        self.committing = threading.RLock()  # guards `gradients`
-        self.gradients: GradientTable | None = None
+    pass_id: int
+    part: Part
+    since: float = field(default_factory=clock.now)
+    # Guards `part` and the four below. Threads that read take it: held for a moment only.
+    lock: Any = field(default_factory=RLock)
+    frames: dict[int, tuple[Envelope, Any]] = field(default_factory=dict)  # by message: its gradients, as read
+    waiters: dict[int, Waiter] = field(default_factory=dict)  # by message: what the engine waits for
+    interrupted: str = ""
+    settled: Waiter | None = None  # made by the first thread that waits for the root's last word
+    # Set before the engine starts, and never after:
+    context: Context | None = None
+    begin: Begin | None = None
+    sent: dict[int, Sent] = field(default_factory=dict)  # by id: the tensors that will get gradients
+    roots: Roots = _NO_ROOTS
+    deadline: float | None = None
+    depth: int = 1
+    root_name: str = ""
+    on_own_thread: bool = False  # on the thread that has called backward(), whose modes hold already
+    watch: Any = None  # by which that thread waits
+    # Left by the engine call:
+    last: tuple[int, tuple[Gradient, ...]] | None = None  # a message and its gradients, which go with the report
+    results: tuple[Gradient, ...] = ()  # of grad()
+    committing: Any = field(default_factory=RLock)  # guards `gradients`
+    gradients: GradientTable | None = None
 
     def begins(self, contexts: Contexts) -> list[PartInstruction]:
         """Looks up the tensors that will get gradients, and begins."""
@@ -132,7 +127,7 @@ class Parts:
         self._contexts = contexts
         self._host = host
         self._report_here = report_here
-        self._lock = threading.RLock()  # guards all below; held for a moment only
+        self._lock = RLock()  # guards all below; held for a moment only
         self._passes: dict[int, LocalPass] = {}
         self._over: OrderedDict[int, None] = OrderedDict()  # tombstones
         self._closed = False
@@ -148,6 +143,8 @@ class Parts:
             return list(self._passes.values())
 
     def of_context(self, context_id: int) -> list[LocalPass]:
+        if not self._passes:
+            return []
         return [local for local in self.all() if local.context is not None and local.context.id == context_id]
 
     def add(self, local: LocalPass) -> None:
@@ -178,10 +175,12 @@ class Parts:
             what = f"the begin of pass {begin.pass_id} came after the end of it or its context"
             logger.info("%s", what)
             self.on_end(begin.pass_id, what)  # gradients may have come before
+            # The root would wait for this worker until its time is over.
             ended = UnknownContextError(
                 f"{what} {begin.context} on worker {self._name!r}: what it had for the context is gone there"
             )
-            return partial(self._refuse, begin.pass_id, root_id, ended)
+            refusal = Done(begin.pass_id, self._host.encode_error(ended, root_id))
+            return partial(tell, self._host, root_id, Kind.DONE, refusal)
         context.heard_from.add(root_id)
         local.context, local.begin, local.depth = context, begin, depth
         local.root_name = self._host.name_of(root_id)
@@ -189,20 +188,16 @@ class Parts:
             local.deadline = clock.now() + begin.timeout + _GRACE
         return self._while_reading(local, local.begins(self._contexts))
 
-    def _refuse(self, pass_id: int, root_id: int, error: BaseException) -> None:
-        """Tells a root that its pass cannot begin here: it would wait for this worker until its time is over."""
-        tell(self._host, root_id, Kind.DONE, Done(pass_id, self._host.encode_error(error, root_id)))
-
     def on_gradients(self, peer: int, envelope: Envelope, frames: Any) -> Task | None:
         """Keeps the gradients of a message. They are decoded when the engine comes to them."""
         autograd, message = envelope.autograd, envelope.reply_to
         pass_id = autograd.during if autograd is not None else 0
         context = self._contexts.live.get(autograd.context) if autograd is not None else None
         sent = None if context is None else context.sends.get(message)
-        # Without a Send in this context it was sent in another one, or there is no such message any more.
-        receiver = self._contexts.receiver_of(message) if sent is None else sent.to
+        if sent is None:  # it was sent in another context, or there is no such message any more
+            sent = self._contexts.find_sent_anywhere(message)
         is_over = pass_id in self._over or context is None
-        if receiver != peer and not is_over:
+        if not is_over and (sent is None or sent.to != peer):
             self.disbelieve(peer, f"gradients of message {message}, which it was not sent")
             return None
         local = None if is_over else self._find_or_make(pass_id)

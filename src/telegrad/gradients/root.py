@@ -10,7 +10,7 @@ another thread. The root's own part runs on the thread that has called backward(
 
 from __future__ import annotations
 
-import threading
+from _thread import RLock  # threading.RLock is Python code
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,7 +53,7 @@ class RootedPass:
     begin: Begin  # this worker's own
     state: BackwardPass
     # Guards `state`. Threads that read take it: held for a moment only.
-    lock: Any = field(default_factory=threading.RLock)
+    lock: Any = field(default_factory=RLock)
     waiter: Waiter = field(default_factory=Waiter)
     # Left to the thread that waits for the pass:
     finishing: list[RootInstruction] = field(default_factory=list)
