@@ -117,7 +117,7 @@ def test_an_entry_that_comes_over_two_connections_is_known_by_both():
 
 
 def test_the_walk_ends_at_what_is_known_there(log):
-    # Whoever has 4 has all that is upstream of it: 1, 2 and 3 are not looked at.
+    # A worker that has 4 has all that is upstream of it: 1, 2 and 3 are not looked at.
     log.written("wire", [CHAIN[3]])
     assert ids(log.entries_for("wire", [6])) == [6]
     # But 3 by itself was not said to be known.
@@ -138,8 +138,8 @@ def test_groups_travel_with_what_names_them(log):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whoever_holds_a_tensor_holds_everything_behind_it(seed):
-    """Workers that send each other random tensors: nobody ever misses an entry."""
+def test_a_worker_that_holds_a_tensor_holds_everything_behind_it(seed):
+    """Workers that send each other random tensors: no worker ever misses an entry."""
     rng = random.Random(seed)
     logs = [new_log() for _ in range(4)]
     holds: list[list[int]] = [[] for _ in logs]

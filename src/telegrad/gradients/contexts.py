@@ -182,7 +182,7 @@ class Contexts:
         raise GradientError(f"Could not find recv function for autograd message id: {id}")
 
     def take_out(self, id: int) -> Context | None:
-        """Ends a context here. Returns it, if it was live: there may be more to do."""
+        """Ends a context here. Returns it, if it was live: its passes are still to be ended."""
         with self._lock:
             context = self.live.pop(id, None)
             self._released[id] = None

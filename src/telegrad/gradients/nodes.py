@@ -28,7 +28,7 @@ from ..errors import GradientError
 from ..primitives import current
 
 if TYPE_CHECKING:
-    from .engine_call import EngineCall
+    from .local_pass import EngineCall
 
 # Higher than any other but AccumulateGrad's: of all nodes that are ready the engine takes the highest first.
 _FIRST = 2**62

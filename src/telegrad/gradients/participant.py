@@ -1,7 +1,7 @@
 """This worker's parts in passes: their table, the messages that come for them, and what follows.
 
     on_begin, on_gradients, on_end   a message of a pass -> the pure state (backward_pass.py) -> carry_out
-    carry_out                        runs torch's engine (engine_call.py), reports to the root, adds gradients up
+    carry_out                        runs torch's engine (local_pass.py), reports to the root, adds gradients up
 
 A thread that reads carries out only what takes no time, and returns the rest as a task for another thread.
 """
@@ -11,105 +11,27 @@ from __future__ import annotations
 from _thread import RLock  # threading.RLock is Python code
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
 
-from ..errors import GradientError, NotStartedError, PeerLostError, TooLargeError, UnknownContextError, text_of
+from ..errors import NotStartedError, PeerLostError, TooLargeError, UnknownContextError, text_of
 from ..events import logger
 from ..messages import Autograd, Begin, Done, Envelope, Gradients, Kind, Member, sender_of, shortened
 from ..options import SHARED_MEMORY_FROM
 from ..primitives import clock, current
 from ..primitives.waiter import Waiter
 from .backward_pass import Commit, Discard, Interrupt, Late, Part, PartInstruction, Report, Start, State, Wake
-from .contexts import Context, Contexts, Sent
-from .diagnosis import MOST_DUE, Awaited, PartState
-from .engine_call import EngineCall, Gradient, Roots
+from .contexts import Context, Contexts
+from .diagnosis import PartState
 from .host import Host, Task, tell
-from .leaves import GradientTable
+from .local_pass import EngineCall, Gradient, LocalPass
 from .torch_modes import applied
 
 _TOMBSTONES = 10_000
 _EARLY = 60.0  # seconds that gradients wait for the begin of their pass
 _GRACE = 5.0  # seconds that a participant waits longer than its root
-_NO_ROOTS = Roots()
-
-
-@dataclass(eq=False, slots=True)
-class LocalPass:
-    """One worker's part in one pass: its state, what has arrived for it, and what came of it."""
-
-    pass_id: int
-    part: Part
-    since: float = field(default_factory=clock.now)
-    # Guards `part` and the four below. Threads that read take it: held for a moment only.
-    lock: Any = field(default_factory=RLock)
-    frames: dict[int, tuple[Envelope, Any]] = field(default_factory=dict)  # by message: its gradients, as read
-    waiters: dict[int, Waiter] = field(default_factory=dict)  # by message: what the engine waits for
-    interrupted: str = ""
-    settled: Waiter | None = None  # made by the first thread that waits for the root's last word
-    # Set before the engine starts, and never after:
-    context: Context | None = None
-    begin: Begin | None = None
-    sent: dict[int, Sent] = field(default_factory=dict)  # by id: the tensors that will get gradients
-    roots: Roots = _NO_ROOTS
-    deadline: float | None = None
-    depth: int = 1
-    root_name: str = ""
-    on_own_thread: bool = False  # on the thread that has called backward(), whose modes hold already
-    watch: Any = None  # by which that thread waits
-    # Left by the engine call:
-    last: tuple[int, tuple[Gradient, ...]] | None = None  # a message and its gradients, which go with the report
-    results: tuple[Gradient, ...] = ()  # of grad()
-    committing: Any = field(default_factory=RLock)  # guards `gradients`
-    gradients: GradientTable | None = None
-
-    def begins(self, contexts: Contexts) -> list[PartInstruction]:
-        """Looks up the tensors that will get gradients, and begins."""
-        assert self.context is not None
-        assert self.begin is not None
-        try:
-            self.sent = {id: contexts.find_sent(self.context, id) for id in self.begin.sends}
-        except GradientError as error:
-            with self.lock:
-                return self.part.on_local_end(error)
-        with self.lock:
-            return self.part.on_begin({sent.message for sent in self.sent.values()})
-
-    def interrupt(self, worker_id: int, reason: str) -> None:
-        """Ends the engine's waiting."""
-        with self.lock:
-            if not self.interrupted and self.context is not None:
-                self.context.failed = self.describe(worker_id)
-            self.interrupted = self.interrupted or reason
-            waiters = list(self.waiters.values())
-            self.waiters.clear()
-            self.frames.clear()
-        for waiter in waiters:
-            waiter.set_done()
-
-    def describe(self, worker_id: int) -> PartState:
-        """Says what it awaits now."""
-        with self.lock:
-            part = self.part
-            receivers = {sent.message: sent.to for sent in self.sent.values()}
-            holding_up = list(self.waiters)
-            if not part.is_root and part.sends and part.sends[-1] not in part.arrived:
-                holding_up = [part.sends[-1]]  # the engine would have nothing to do, and has not started
-            due = (m for m in reversed(part.sends) if m not in part.arrived and m not in holding_up)
-            return PartState(
-                worker_id,
-                self.pass_id,
-                () if self.begin is None else self.begin.sends,
-                tuple([Awaited(message, receivers.get(message, -1)) for message in holding_up]),
-                tuple([Awaited(message, receivers.get(message, -1)) for message in islice(due, MOST_DUE)]),
-                is_done=part.state in (State.REPORTED, State.FINISHED) and not part.has_failed,
-                has_failed=part.has_failed,
-                is_over=part.is_over,
-            )
 
 
 class Parts:
@@ -244,7 +166,7 @@ class Parts:
         self.carry_out(local, instructions, aborted)
 
     def _on_local_end(self, local: LocalPass, error: BaseException | None) -> None:
-        """The engine is done here, or something went wrong here."""
+        """Notes that the engine is done here, or that something went wrong here."""
         with local.lock:
             instructions = local.part.on_local_end(error)
         self.carry_out(local, instructions)
@@ -309,8 +231,7 @@ class Parts:
     def _post_gradients(
         self, local: LocalPass, message: int, gradients: tuple[Gradient, ...], *, done: bool = False
     ) -> None:
-        """Sends the gradients of a received message. Never blocks for long: what is large is written by another
-        thread."""
+        """Sends the gradients of a received message. Another thread writes what is large."""
         context, begin = local.context, local.begin
         assert context is not None
         assert begin is not None
@@ -362,7 +283,7 @@ class Parts:
             self._host.post(root_id, envelope, Done(pass_id, shortened(failure)), None, None)
 
     def _commit(self, local: LocalPass) -> None:
-        """Adds the gradients of a part up. Any number of times, on the first thread that needs it."""
+        """Adds the gradients of a part to the context's, or to `.grad`. Any number of times."""
         context, begin = local.context, local.begin
         assert context is not None
         assert begin is not None
@@ -413,7 +334,7 @@ class Parts:
                 self._commit(local)
 
     def state_of(self, context_id: int, pass_id: int) -> PartState | None:
-        """How far a pass is here, or was when it failed; None if nothing is known of it."""
+        """Says how far a pass is here, or was when it failed; None if nothing is known of it."""
         local, context = self._passes.get(pass_id), self._contexts.find(context_id)
         if local is not None:
             return local.describe(self._id)
@@ -421,7 +342,7 @@ class Parts:
         return failed if failed is not None and failed.pass_id == pass_id else None
 
     def states_of(self, context_id: int) -> list[PartState]:
-        """How far the passes of a context are here: those that run; with none, the last one if that has failed."""
+        """Says how far the passes of a context are here: those that run; with none, the last one if it has failed."""
         states = [local.describe(self._id) for local in self.of_context(context_id)]
         context = self._contexts.find(context_id)
         if not states and context is not None and context.failed is not None:
@@ -429,7 +350,7 @@ class Parts:
         return states
 
     def roots_of(self, context_id: int) -> list[torch.Tensor]:
-        """What passes that run start from, if they were begun here."""
+        """Returns the roots of passes that run and were begun here."""
         return [root for local in self.of_context(context_id) for root in local.roots.tensors]
 
     # -- ends ------------------------------------------------------------------------------------------
@@ -446,7 +367,7 @@ class Parts:
                 self.carry_out(local, instructions)
 
     def end_early_ones(self) -> None:
-        """Forgets gradients whose pass never began."""
+        """Drops gradients whose pass never began."""
         before = clock.now() - _EARLY
         for local in self.all():
             if local.part.state is State.EARLY and local.since < before:

@@ -37,9 +37,9 @@ from ..primitives.waiter import Waiter
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, RootInstruction
 from .contexts import Context, Contexts
 from .diagnosis import explain, state_here
-from .engine_call import Gradient, LatePassError, Roots
 from .host import Host, Task, tell
-from .participant import LocalPass, Parts
+from .local_pass import Gradient, LatePassError, LocalPass, Roots
+from .participant import Parts
 from .plan import Plan, Planner, checked_roots, edge_of, no_leaves
 from .torch_modes import current_modes
 
@@ -62,8 +62,7 @@ class RootedPass:
 
 
 class Engine:
-    host: Host
-    parts: Parts
+    """Gradients on one worker."""
 
     def __init__(self, member: Member, contexts: Contexts) -> None:
         self._member = member
@@ -72,7 +71,7 @@ class Engine:
         self._roots: dict[int, RootedPass] = {}  # by id; its single operations are atomic
 
     def connect(self, host: Host) -> None:
-        """Before the first message comes."""
+        """Gives the engine its worker. Before the first message comes."""
         self.host = host
         self.parts = Parts(self._member, self._contexts, host, self._on_report_here)
         self._planner = Planner(self._id, self._contexts, host.name_of)
@@ -92,13 +91,7 @@ class Engine:
     ) -> None:
         """Runs a backward pass, to its end on every worker. `timeout` None: no limit."""
         with critical():
-            context = self._contexts.get(context_id)
-            edges, gradients = checked_roots(roots, grad_tensors)
-            with context.lock:
-                reach, leaves, checkpoints = context.graph.walk_once(edges)
-            plan = self._planner.plan(reach, edges)
-            start = Roots(no_leaves(roots), gradients, leaves, checkpoints, reach)
-            self._run(context, plan, start, (timeout, retain_graph, create_graph, into_grad))
+            self._run(context_id, roots, grad_tensors, None, (timeout, retain_graph, create_graph, into_grad))
 
     def grad(
         self,
@@ -113,13 +106,8 @@ class Engine:
     ) -> tuple[Gradient, ...]:
         """Returns the gradients of the inputs, which are tensors of this worker. Nothing else is computed or kept."""
         with critical():
-            context = self._contexts.get(context_id)
-            edges, gradients = checked_roots(outputs, grad_outputs)
-            with context.lock:
-                reach, _, _ = context.graph.walk_once(edges)
-            plan = self._planner.plan_for(context, reach, edges, {edge_of(tensor) for tensor in inputs})
-            start = Roots(no_leaves(outputs), gradients, inputs=tuple(inputs))
-            return self._run(context, plan, start, (timeout, retain_graph, create_graph, False)).results
+            options = (timeout, retain_graph, create_graph, False)
+            return self._run(context_id, outputs, grad_outputs, inputs, options).results
 
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """Returns the gradients of this worker's leaves in a context, from all passes that are done."""
@@ -159,21 +147,29 @@ class Engine:
 
     @property
     def busy(self) -> int:
-        """The number of passes that this worker takes part in now."""
-        return len(self.parts)
+        return len(self.parts)  # passes that this worker takes part in now
 
     # -- a pass that is begun here ---------------------------------------------------------------------
 
     def _run(
-        self, context: Context, plan: Plan, roots: Roots, options: tuple[float | None, bool, bool, bool]
+        self,
+        context_id: int,
+        tensors: Sequence[torch.Tensor],
+        given: Sequence[Gradient] | None,
+        inputs: Sequence[torch.Tensor] | None,
+        options: tuple[float | None, bool, bool, bool],  # of Begin: timeout, retain_graph, create_graph, into_grad
     ) -> LocalPass:
-        """Runs a pass to its end on every worker. Returns this worker's part.
-
-        Raises:
-            BackwardError: it failed.
-            UnknownContextError: the context has ended.
-            NotStartedError: this worker has shut down.
-        """
+        """Plans a pass and runs it to its end on every worker. Returns this worker's part."""
+        context = self._contexts.get(context_id)
+        edges, gradients = checked_roots(tensors, given)
+        with context.lock:
+            reach, leaves, checkpoints = context.graph.walk_once(edges)
+        if inputs is None:
+            plan = self._planner.plan(reach, edges)
+            roots = Roots(no_leaves(tensors), gradients, leaves, checkpoints, reach)
+        else:
+            plan = self._planner.plan_for(context, reach, edges, {edge_of(tensor) for tensor in inputs})
+            roots = Roots(no_leaves(tensors), gradients, inputs=tuple(inputs))
         begin = Begin(self.host.new_message_id(), context.id, (), *options, modes=current_modes())
         begin = _share(begin, plan, self._id)
         root = RootedPass(begin, BackwardPass(self._id, plan.sends))
@@ -348,24 +344,23 @@ class Engine:
         return None
 
     def _on_done(self, peer: int, pass_id: int, failure: Failure | None) -> Task | None:
-        """A participant has reported. While reading: what may run users' code is returned."""
+        """Takes the report of a participant."""
         root = self._roots.get(pass_id)
         if root is None:
             logger.info("the report of worker %d came after the end of pass %d", peer, pass_id)
         elif peer not in root.state.others:
             self.parts.disbelieve(peer, f"a report of pass {pass_id}, which it has no part in")
         elif failure is not None:
-            return partial(self._on_failed, peer, root, failure)
+            return partial(self._on_failed, root, peer, failure)  # which may run users' code
         else:
             self._on_success(root, peer)
         return None
 
-    def _on_failed(self, peer: int, root: RootedPass, failure: Failure) -> None:
-        error = self.host.decode_error(failure, self.host.name_of(peer))  # which may run users' code
-        self._on(root, root.state.on_report, peer, error)
+    def _on_failed(self, root: RootedPass, peer: int, failure: Failure) -> None:
+        self._on(root, root.state.on_report, peer, self.host.decode_error(failure, self.host.name_of(peer)))
 
     def _on_report_here(self, local: LocalPass, error: BaseException | None) -> None:
-        """This worker's own part is done, or has failed."""
+        """Takes the report of this worker's own part."""
         root = self._roots.get(local.pass_id)
         if root is None:
             return
@@ -407,8 +402,8 @@ class Engine:
             tell(self.host, worker, Kind.RELEASE, Release(context_id))
 
     def _on_release(self, context_id: int, told_by: int) -> None:
-        """A worker tells of the end of a context: its owner, or one that has told of the context itself. From any other
-        it is not believed: a context that is not known here must not be buried before its first message comes."""
+        """Believes the end of a context only from its owner, or from a worker that has told of the context itself: a
+        context that is not known here must not be buried before its first message comes."""
         context = self._contexts.find(context_id)
         if told_by == sender_of(context_id) or (context is not None and told_by in context.heard_from):
             self.release(context_id, told_by=told_by)
@@ -425,7 +420,7 @@ class Engine:
                 self.parts.end(local, str(error))
 
     def on_lost(self, peer: int, name: str, reason: str) -> None:
-        """A worker is gone: passes that need it fail, its own passes and contexts end."""
+        """Fails the passes that need a worker that is gone; ends its own passes and contexts."""
         lost = PeerLostError(f"worker {name!r} is gone: {reason}")
         lost.worker_id = peer
         for root in list(self._roots.values()):
@@ -435,7 +430,6 @@ class Engine:
             self.release(context.id, told_by=peer)
 
     def tick(self) -> None:
-        """Called now and then."""
         self.parts.end_early_ones()
 
     def close(self) -> None:

@@ -1,9 +1,7 @@
-"""One call of torch's engine: one worker's part of one pass, while it runs.
+"""One worker's part of one pass.
 
-    run                    gathers the starts (roots, and Sends whose gradients may have come) and runs the engine
-    wait_for, take, post   what Wait, Send and Recv (nodes.py) call inside of it
-
-Messages come in on threads that read, for the LocalPass (participant.py). The engine runs on another thread.
+LocalPass   its state, and what has arrived for it. Threads that read bring messages (participant.py)
+EngineCall  torch's engine at work on it, on another thread; Wait, Send and Recv (nodes.py) call it
 """
 
 from __future__ import annotations
@@ -12,34 +10,35 @@ import functools
 import threading
 import warnings
 import weakref
+from _thread import RLock  # threading.RLock is Python code
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from .._torch import run_backward
 from ..errors import GradientError
-from ..messages import sender_of
+from ..messages import Begin, Envelope, sender_of
 from ..primitives import clock, current
 from ..primitives.interrupts import interruptible
 from ..primitives.waiter import Waiter
 from . import nodes
-from .contexts import Contexts, Sent
+from .backward_pass import Part, PartInstruction, State
+from .contexts import Context, Contexts, Sent
 from .dependency_log import flatten_groups
+from .diagnosis import MOST_DUE, Awaited, PartState
 from .host import Host
-from .leaves import Capture
+from .leaves import Capture, GradientTable
 from .local_graph import NOTHING, Graph, Node, Reach
-
-if TYPE_CHECKING:
-    from .participant import LocalPass
 
 _DEVICE_POLL = 1e-3  # seconds
 _ONE = torch.ones(())  # the gradient of tokens
 _BEACON = nodes.make_beacon()
 
 Gradient = torch.Tensor | None
-Post = Callable[["LocalPass", int, tuple[Gradient, ...]], None]  # to the worker that the message came from
 
 
 class InterruptedPassError(GradientError):
@@ -51,7 +50,7 @@ class LatePassError(InterruptedPassError):
 
 
 class Roots(NamedTuple):
-    """What the engine starts from at the worker that called backward() or grad()."""
+    """The engine's starts at the worker that called backward() or grad()."""
 
     tensors: Sequence[torch.Tensor] = ()
     gradients: Sequence[torch.Tensor] = ()
@@ -61,13 +60,91 @@ class Roots(NamedTuple):
     inputs: Sequence[torch.Tensor] | None = None  # of grad(): what to return the gradients of
 
 
+_NO_ROOTS = Roots()
+
+
+@dataclass(eq=False, slots=True)
+class LocalPass:
+    """One worker's part in one pass: its state, what has arrived for it, and what came of it."""
+
+    pass_id: int
+    part: Part
+    since: float = field(default_factory=clock.now)
+    # Guards `part` and the four below. Threads that read take it: held for a moment only.
+    lock: Any = field(default_factory=RLock)
+    frames: dict[int, tuple[Envelope, Any]] = field(default_factory=dict)  # by message: its gradients, as read
+    waiters: dict[int, Waiter] = field(default_factory=dict)  # by message: what the engine waits for
+    interrupted: str = ""
+    settled: Waiter | None = None  # made by the first thread that waits for the root's last word
+    # Set before the engine starts, and never after:
+    context: Context | None = None
+    begin: Begin | None = None
+    sent: dict[int, Sent] = field(default_factory=dict)  # by id: the tensors that will get gradients
+    roots: Roots = _NO_ROOTS
+    deadline: float | None = None
+    depth: int = 1
+    root_name: str = ""
+    on_own_thread: bool = False  # on the thread that has called backward(), whose modes hold already
+    watch: Any = None  # by which that thread waits
+    # Left by the engine call:
+    last: tuple[int, tuple[Gradient, ...]] | None = None  # a message and its gradients, which go with the report
+    results: tuple[Gradient, ...] = ()  # of grad()
+    committing: Any = field(default_factory=RLock)  # guards `gradients`
+    gradients: GradientTable | None = None
+
+    def begins(self, contexts: Contexts) -> list[PartInstruction]:
+        """Looks up the tensors that will get gradients, and begins."""
+        assert self.context is not None
+        assert self.begin is not None
+        try:
+            self.sent = {id: contexts.find_sent(self.context, id) for id in self.begin.sends}
+        except GradientError as error:
+            with self.lock:
+                return self.part.on_local_end(error)
+        with self.lock:
+            return self.part.on_begin({sent.message for sent in self.sent.values()})
+
+    def interrupt(self, worker_id: int, reason: str) -> None:
+        """Ends the engine's waiting."""
+        with self.lock:
+            if not self.interrupted and self.context is not None:
+                self.context.failed = self.describe(worker_id)
+            self.interrupted = self.interrupted or reason
+            waiters = list(self.waiters.values())
+            self.waiters.clear()
+            self.frames.clear()
+        for waiter in waiters:
+            waiter.set_done()
+
+    def describe(self, worker_id: int) -> PartState:
+        """Says what it awaits now."""
+        with self.lock:
+            part = self.part
+            receivers = {sent.message: sent.to for sent in self.sent.values()}
+            holding_up = list(self.waiters)
+            if not part.is_root and part.sends and part.sends[-1] not in part.arrived:
+                holding_up = [part.sends[-1]]  # the engine would have nothing to do, and has not started
+            due = (m for m in reversed(part.sends) if m not in part.arrived and m not in holding_up)
+            return PartState(
+                worker_id,
+                self.pass_id,
+                () if self.begin is None else self.begin.sends,
+                tuple([Awaited(message, receivers.get(message, -1)) for message in holding_up]),
+                tuple([Awaited(message, receivers.get(message, -1)) for message in islice(due, MOST_DUE)]),
+                is_done=part.state in (State.REPORTED, State.FINISHED) and not part.has_failed,
+                has_failed=part.has_failed,
+                is_over=part.is_over,
+            )
+
+
 class EngineCall:
     """torch's engine at work on `local`. `post` sends the gradients of a received message."""
 
-    def __init__(self, local: LocalPass, contexts: Contexts, host: Host, post: Post) -> None:
+    def __init__(self, local: LocalPass, contexts: Contexts, host: Host, post: Callable[..., None]) -> None:
         assert local.context is not None
         assert local.begin is not None
         self._local = local
+        self._context = local.context
         self._contexts = contexts
         self._host = host
         self._post = post
@@ -92,8 +169,7 @@ class EngineCall:
     def run(self) -> None:
         """Runs torch's engine. Raises what users' code raises in it."""
         local, begin = self._local, self._begin
-        assert local.context is not None
-        local.context.failed = None
+        self._context.failed = None
         starts: list[Any] = [_BEACON, *local.roots.tensors]
         gradients: list[Any] = [_ONE, *local.roots.gradients]
         leaves = self._add_sends(starts, gradients) if local.sent else []
@@ -148,8 +224,7 @@ class EngineCall:
 
     def _run_for_leaves(self, starts: list[Any], gradients: list[Any], sent_leaves: list[Node]) -> None:
         """Gathers the gradients of all leaves that the engine comes to."""
-        local, context = self._local, self._local.context
-        assert context is not None
+        local, context = self._local, self._context
         leaves = dict.fromkeys([*sent_leaves, *local.roots.leaves])
         checkpoints = list(local.roots.checkpoints)
         with context.lock:  # others may walk the graphs
@@ -225,8 +300,8 @@ class EngineCall:
         self._check(message)
 
     def _wait_beside_devices(self, waiter: Waiter, peer: int) -> None:
-        """CPU nodes that become ready from a device's work would stand behind this Wait: the engine's CPU thread
-        works them off while an engine call of ours is under way inside it."""
+        """Waits, and runs a small engine call now and then: in it the engine's CPU thread works off the CPU nodes
+        that became ready from a device's work, and that would stand behind this Wait."""
         deadline = self._local.deadline
         while not waiter.done:
             now = clock.now()
@@ -360,8 +435,8 @@ def _watch_checkpoint(node: Any) -> None:
 
 @functools.cache
 def _use_up_warning() -> None:
-    """torch warns, once in a process, that backward() with create_graph makes a cycle through `.grad`. Here it makes
-    none: the gradient never gets there."""
+    """Has torch give its warning, once in a process, that backward() with create_graph makes a cycle through `.grad`.
+    Here it makes none: the gradient never gets there."""
     with warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         leaf = torch.zeros((), requires_grad=True)
