@@ -215,7 +215,7 @@ class EngineCall:
         for message in wait_order(waits):
             of_message = sorted(waits[message], key=lambda sent: not sent.is_leaf)
             ids = tuple([sent.id for sent in of_message if sent.is_leaf])
-            last = [nodes.make_wait(message, ids, [*(sent.stand_in for sent in of_message), *last])]
+            last = [nodes.make_wait(message, ids, [*[sent.stand_in for sent in of_message], *last])]
             nexts = last[0].grad_fn.next_functions  # type: ignore[union-attr]
             leaves += [node for node, _ in nexts[: len(ids)] if node is not None]
         starts += last
@@ -231,13 +231,16 @@ class EngineCall:
             for graph in {context.graph, *[sent.graph for sent in local.sent.values()]}:
                 leaves.update(dict.fromkeys(graph.leaves))
                 checkpoints += graph.checkpoints
+        if self._begin.create_graph:
+            _use_up_warning()
+        if not leaves and not checkpoints:
+            self._run_engine(starts, gradients, (), accumulate=True)
+            return
         for node in checkpoints:
             _watch_checkpoint(node)
         capture = self._capture = Capture(lambda: nodes.running() is self)
         try:
             capture.watch(leaves)
-            if self._begin.create_graph:
-                _use_up_warning()
             self._run_engine(starts, gradients, (), accumulate=True)
         finally:
             capture.close()

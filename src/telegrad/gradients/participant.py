@@ -176,8 +176,12 @@ class Parts:
         slow: tuple[type, ...] = (Start, Report, Commit)
         if local.begin is not None and local.begin.into_grad:
             slow = (Start, Report)  # `.grad` must be there before any call that was sent after the end is run
-        later = [instruction for instruction in instructions if isinstance(instruction, slow)]
-        self.carry_out(local, [one for one in instructions if not isinstance(one, slow)], reason)
+        now: list[PartInstruction] = []
+        later: list[PartInstruction] = []
+        for instruction in instructions:
+            (later if isinstance(instruction, slow) else now).append(instruction)
+        if now or local.part.is_over:
+            self.carry_out(local, now, reason)
         return partial(self.carry_out, local, later) if later else None
 
     def carry_out(self, local: LocalPass, instructions: list[PartInstruction], reason: str = "") -> None:

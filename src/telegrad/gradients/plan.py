@@ -36,7 +36,7 @@ class Planner:
         """Plans a pass over everything that the edges lead to, through these received tensors."""
         if not received:
             return Plan({})
-        return Plan(_by_worker(id for id in self._closure(received, edges) if id > 0))
+        return Plan(_by_worker(self._closure(received, edges)))
 
     def plan_for(self, context: Context, received: Iterable[int], edges: Sequence[Edge], targets: set[Edge]) -> Plan:
         """Plans a pass over what leads from the edges to the targets, which are this worker's."""
@@ -69,9 +69,11 @@ class Planner:
 
 
 def _by_worker(ids: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    """Sorts tensors by the worker that has sent them. Groups are left out."""
     found: dict[int, list[int]] = {}
     for id in ids:
-        found.setdefault(sender_of(id), []).append(id)
+        if id > 0:
+            found.setdefault(sender_of(id), []).append(id)
     return {worker: tuple(sorted(own)) for worker, own in found.items()}
 
 
