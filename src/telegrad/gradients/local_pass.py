@@ -70,12 +70,12 @@ class LocalPass:
     pass_id: int
     part: Part
     since: float = field(default_factory=clock.now)
-    # Guards `part` and the four below. Threads that read take it: held for a moment only.
+    # Guards `part` and the three below. Threads that read take it: held for a moment only.
     lock: Any = field(default_factory=RLock)
     frames: dict[int, tuple[Envelope, Any]] = field(default_factory=dict)  # by message: its gradients, as read
     waiters: dict[int, Waiter] = field(default_factory=dict)  # by message: what the engine waits for
     interrupted: str = ""
-    settled: Waiter | None = None  # made by the first thread that waits for the root's last word
+    settled: Waiter = field(default_factory=Waiter)  # done when the root has said the last word
     # Set before the engine starts, and never after:
     context: Context | None = None
     begin: Begin | None = None
@@ -83,7 +83,6 @@ class LocalPass:
     roots: Roots = _NO_ROOTS
     deadline: float | None = None
     depth: int = 1
-    root_name: str = ""
     on_own_thread: bool = False  # on the thread that has called backward(), whose modes hold already
     watch: Any = None  # by which that thread waits
     # Left by the engine call:
@@ -164,7 +163,8 @@ class EngineCall:
         if local.part.is_root:
             self.serving = current.serving.get()
         else:
-            self.serving = current.Serving(local.root_name, local.pass_id, local.deadline, local.depth)
+            root = host.name_of(sender_of(local.pass_id))
+            self.serving = current.Serving(root, local.pass_id, local.deadline, local.depth)
 
     def run(self) -> None:
         """Runs torch's engine. Raises what users' code raises in it."""

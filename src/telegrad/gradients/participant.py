@@ -21,7 +21,6 @@ from ..events import logger
 from ..messages import Autograd, Begin, Done, Envelope, Gradients, Kind, Member, sender_of, shortened
 from ..options import SHARED_MEMORY_FROM
 from ..primitives import clock, current
-from ..primitives.waiter import Waiter
 from .backward_pass import Commit, Discard, Interrupt, Late, Part, PartInstruction, Report, Start, State, Wake
 from .contexts import Context, Contexts
 from .diagnosis import PartState
@@ -105,7 +104,6 @@ class Parts:
             return partial(tell, self._host, root_id, Kind.DONE, refusal)
         context.heard_from.add(root_id)
         local.context, local.begin, local.depth = context, begin, depth
-        local.root_name = self._host.name_of(root_id)
         if begin.timeout is not None:
             local.deadline = clock.now() + begin.timeout + _GRACE
         return self._while_reading(local, local.begins(self._contexts))
@@ -205,10 +203,7 @@ class Parts:
                 case Late(what):
                     logger.info("worker %r: %s came after the end of pass %d", self._name, what, local.pass_id)
         if local.part.is_over:
-            with local.lock:
-                settled = local.settled
-            if settled is not None:
-                settled.set_done()
+            local.settled.set_done()
 
     def _run(self, local: LocalPass) -> None:
         error: BaseException | None = None
@@ -328,12 +323,9 @@ class Parts:
         for local in self.of_context(context.id):
             # Not in a hook of that very pass, whose root waits for this worker.
             if local.part.state is State.REPORTED and local.pass_id != current.current_pass_id():
-                with local.lock:
-                    waiter = local.settled = local.settled or Waiter()
-                if not local.part.is_over:  # else carry_out may not have seen the waiter
-                    serving = current.current_serving()
-                    deadline = serving.deadline if serving else local.deadline
-                    self._host.wait(waiter, sender_of(local.pass_id), deadline, None)
+                serving = current.current_serving()
+                deadline = serving.deadline if serving else local.deadline
+                self._host.wait(local.settled, sender_of(local.pass_id), deadline, None)
             if local.part.state is State.FINISHED:
                 self._commit(local)
 
