@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from ..errors import GradientError, UnknownContextError
 from ..events import logger
@@ -56,7 +56,7 @@ class Attach:
         if context.id not in self._live:
             return self._outside(context, envelope, tensors)
         if not tensors:
-            return _with(envelope, Autograd(context.id, during=during, done=done))
+            return replace(envelope, autograd=Autograd(context.id, during=during, done=done))
         sent = []
         for place, tensor in enumerate(tensors):
             id = envelope.id if place == 0 else self._new_id()
@@ -71,15 +71,13 @@ class Attach:
             context.clear()
             return self._outside(context, envelope, tensors)
         depends_on = [id for entry in own for id in entry.depends_on]
-        if not depends_on:
-            return _with(envelope, Autograd(context.id, own, during=during, done=done))
-        entries = tuple(log.entries_for(connection, depends_on))
+        entries = tuple(log.entries_for(connection, depends_on)) if depends_on else ()
         for entry in entries:
             # A worker that learns of a context must hear of its end.
             if entry.context != context.id and to != self._worker_id:
                 if (other := self._live.get(entry.context)) is not None:
                     other.known_workers.add(to)
-        return _with(envelope, Autograd(context.id, own, entries, during, done))
+        return replace(envelope, autograd=Autograd(context.id, own, entries, during, done))
 
     def _outside(self, context: Context, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> Envelope:
         """Returns the envelope of a message whose context has ended. It does not name the context: no worker would tell
@@ -167,8 +165,3 @@ class NoHistoryError(GradientError):
 def refuse(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Takes the place of `incoming` where a message must not bring leaves."""
     raise NoHistoryError(f"{len(tensors)} tensors that require grad")
-
-
-def _with(envelope: Envelope, autograd: Autograd) -> Envelope:
-    kind, id, reply_to, timeout, depth, modes, device_map, _, *rest = msgspec.structs.astuple(envelope)
-    return Envelope(kind, id, reply_to, timeout, depth, modes, device_map, autograd, *rest)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from .._torch import current_graph_task_id
 from ..errors import (
@@ -446,4 +446,4 @@ class Engine:
 def _share(begin: Begin, plan: Plan, worker: int) -> Begin:
     """Returns the begin of a pass for one worker: with its Sends, and with the received tensors that grad() wants."""
     wanted = None if plan.wanted is None else plan.wanted.get(worker, ())
-    return msgspec.structs.replace(begin, sends=plan.sends.get(worker, ()), wanted=wanted)
+    return replace(begin, sends=plan.sends.get(worker, ()), wanted=wanted)
