@@ -26,7 +26,7 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True)
 class PartState:
-    """How far a worker's part in a pass is, or was when it failed."""
+    """The progress of a worker's part in a pass, or its last one before it failed."""
 
     worker: int
     pass_id: int
