@@ -16,7 +16,7 @@ The picture to keep in mind is one call from `a` to `b`:
 
 Backward, a Recv sends the gradients that reach it, and a Send hands on those that arrive. Differentiation itself is
 left to torch's engine, with one call of it on each worker. What has to be found out is for which Sends to wait: a
-result that nobody used gets no gradient, and whoever waits for one waits for ever.
+result that was not used gets no gradient, and a worker that waits for one waits for ever.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-PATIENCE = 10.0  # seconds; nobody waits longer for an answer or a gradient, so a mistake ends in an error
+PATIENCE = 10.0  # seconds; no worker waits longer for an answer or a gradient, so a mistake ends in an error
 
 MessageId = tuple[str, int]  # the sender's name and a number: ("b", 3) was sent by b, after ("b", 2)
 Log = dict[MessageId, set[MessageId]]  # for each message, the messages that it was computed from
@@ -83,8 +83,8 @@ class Recv(Function):
 # ---- 2. The log: what depends on what --------------------------------------------------------------------
 #
 # No worker sees the whole graph. But each can see, when it sends, from which of its Recvs the tensors were
-# computed, and write down: "this message depends on those". Entries travel along with messages. So whoever
-# holds a received tensor also holds the log of everything behind it, and can say without asking anybody
+# computed, and write down: "this message depends on those". Entries travel along with messages. So a worker
+# that holds a received tensor also holds the log of everything behind it, and can say without asking the others
 # which Sends a pass from there will reach.
 
 
@@ -177,7 +177,7 @@ class Worker:
         self.group[to].inbox.put(message)
 
     def read(self) -> None:
-        """Sort what comes in. What may take long gets a thread of its own, so that somebody always reads."""
+        """Sort what comes in. What may take long gets a thread of its own, so that reading never stops."""
         while (message := self.inbox.get()) is not None:
             match message:
                 case Call():
@@ -231,7 +231,7 @@ class Worker:
 #
 # The worker that calls backward is the root. It walks from the loss to its Recvs and takes the closure over the
 # log. That is the exact set of Sends that the pass will reach: the active ones. The root tells each worker its
-# own, with one message to which it needs no answer, and starts. A message that nobody used is in nobody's set. Of
+# own, with one message to which it needs no answer, and starts. A message that was not used is in no set. Of
 # one that was used in part, the other tensors get None.
 
 
@@ -254,7 +254,7 @@ def backward(worker: Worker, loss: Tensor) -> Pass:
 
 
 def take_part(worker: Worker, begin: Begin) -> None:
-    """What a Begin starts. Each worker reports to the root alone."""
+    """Take part in a pass that a Begin announced. Each worker reports to the root alone."""
     error = None
     try:
         run(worker, worker.find_pass(begin.pass_id), begin.sends)
@@ -274,7 +274,7 @@ def run(worker: Worker, the_pass: Pass, sends: list[MessageId], loss: Tensor | N
     In which order. In the order of sending, a Wait is put onto each Send's token and the Wait before it. The
     engine comes to the last one first, and takes gradients in exactly the reverse of the order of sending.
 
-    Why nobody waits for ever. Say all workers wait. Of the Sends waited for, take the one that was sent last,
+    Why no worker waits for ever. Say all workers wait. Of the Sends waited for, take the one that was sent last,
     S. Its Recv, on some worker B, has not run, so B has not come to some Send that was computed from what that
     Recv received, and that was sent after S. B waits at that Send or at a later one. But S was the last.
     (With `reverse=True` in the sort below, the example `chain` is stuck.)
@@ -354,7 +354,7 @@ def skip_connection(call: Callable[..., Any], weights: dict[str, Tensor]) -> Ten
 
 
 def unused_output(call: Callable[..., Any], weights: dict[str, Tensor]) -> Tensor:
-    """Of b's two results one is used. c gets a tensor that is used, but what it makes of it is not."""
+    """One of b's two results is used. c gets a tensor that is used, but what it makes of it is not."""
     x = weights["a"].exp()
     used, _ = call("b", lambda x: (x * weights["b"], x.cos()), x)
     call("c", lambda y: y * weights["c"], used)

@@ -31,7 +31,7 @@ from .errors import (
 from .events import Event, Events
 from .gradients.attach import Attach, refuse
 from .gradients.contexts import Context, Contexts
-from .gradients.engine import Engine
+from .gradients.root import Engine
 from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Failure, Hello, Kind, Member, WorkerInfo, sender_of
 from .options import Options
 from .primitives import current

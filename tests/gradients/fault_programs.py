@@ -82,8 +82,8 @@ def _arrive(place: str) -> None:
 
 
 def wait_for_arrival(place: str) -> None:
-    """In the driver's process: until somebody stands at the gate."""
-    assert _arrived[place].wait(PATIENCE), f"nobody came to the gate at {place!r}"
+    """In the driver's process: until a thread stands at the gate."""
+    assert _arrived[place].wait(PATIENCE), f"no thread came to the gate at {place!r}"
 
 
 def open_gate(place: str) -> None:

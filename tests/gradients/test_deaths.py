@@ -61,7 +61,7 @@ def kill(cluster: telegrad.LocalCluster, name: str) -> None:
 
 
 def check_blames(error: BaseException | None, victim: str) -> None:
-    """It names the worker that is gone, whoever noticed it first."""
+    """It names the worker that is gone, not the one that noticed it first."""
     assert type(error) is errors.BackwardError, repr(error)
     assert str(error).startswith(f"Error on Node {error.worker_id}: worker {victim!r} is gone"), str(error)
     assert error.worker == victim

@@ -58,15 +58,15 @@ def test_the_closure_is_all_that_is_upstream(log, of, expected):
 
 
 def test_the_closure_of_something_unknown_names_it(log):
-    log.add(entry(8, 5, 7))
+    log.merge([entry(8, 5, 7)])
     with pytest.raises(MissingEntryError) as caught:
         log.closure([8])
     assert caught.value.id == 5
 
 
 def test_the_closure_goes_through_groups(log):
-    log.add(entry(-1, 2, 7))
-    log.add(entry(9, -1))
+    log.merge([entry(-1, 2, 7)])
+    log.merge([entry(9, -1)])
     assert sorted(log.closure([9])) == [-1, 1, 2, 7, 9]
 
 
@@ -117,7 +117,7 @@ def test_an_entry_that_comes_over_two_connections_is_known_by_both():
 
 
 def test_the_walk_ends_at_what_is_known_there(log):
-    # Whoever has 4 has all that is upstream of it: 1, 2 and 3 are not looked at.
+    # A worker that has 4 has all that is upstream of it: 1, 2 and 3 are not looked at.
     log.written("wire", [CHAIN[3]])
     assert ids(log.entries_for("wire", [6])) == [6]
     # But 3 by itself was not said to be known.
@@ -138,8 +138,8 @@ def test_groups_travel_with_what_names_them(log):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whoever_holds_a_tensor_holds_everything_behind_it(seed):
-    """Workers that send each other random tensors: nobody ever misses an entry."""
+def test_a_worker_that_holds_a_tensor_holds_everything_behind_it(seed):
+    """Workers that send each other random tensors: no worker ever misses an entry."""
     rng = random.Random(seed)
     logs = [new_log() for _ in range(4)]
     holds: list[list[int]] = [[] for _ in logs]
@@ -166,10 +166,10 @@ def test_whoever_holds_a_tensor_holds_everything_behind_it(seed):
 
 
 def test_entries_live_as_long_as_their_context(log):
-    log.add(entry(20, 6, context=OTHER))
+    log.merge([entry(20, 6, context=OTHER)])
     assert len(log) == 7
     log.release(CONTEXT)
-    assert len(log) == 1 and 20 in log and 6 not in log
+    assert len(log) == 1 and 20 in log and 6 not in log._entries
     with pytest.raises(MissingEntryError):
         log.closure([20])
     log.release(OTHER)
@@ -181,11 +181,11 @@ def test_entries_live_as_long_as_their_context(log):
 def test_what_comes_after_the_end_of_its_context_is_not_taken():
     live = {CONTEXT, OTHER}
     log = Log(live.__contains__)
-    log.add(entry(1))
+    log.merge([entry(1)])
     live.remove(CONTEXT)
     log.release(CONTEXT)
     log.merge([entry(2, 1), entry(20, context=OTHER)], "wire")
-    log.add(entry(3))
+    log.merge([entry(3)])
     assert len(log) == 1 and 20 in log
 
 

@@ -37,10 +37,10 @@ import telegrad
 from telegrad import autograd, errors, rpc
 from telegrad.events import Event
 from telegrad.gradients import leaves
-from telegrad.gradients import root as rooted
-from telegrad.gradients.backward_pass import Finish
+from telegrad.gradients.backward_pass import BackwardPass, Finish
 from telegrad.messages import Envelope, Kind
-from telegrad.primitives import current
+from telegrad.primitives import clock, current
+from telegrad.primitives.waiter import Waiter
 
 # -- its time ---------------------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ def test_a_root_that_waits_for_nothing_but_reports_ends_in_time(workers):
 
 
 def test_a_hook_of_the_root_that_waits_for_an_earlier_call():
-    """Whoever waits in users' code, somebody reads."""
+    """While a thread waits in users' code, another one reads."""
     with telegrad.LocalCluster(["b", "c"], transport="inproc"), autograd.context() as context_id:
         received = rpc.rpc_sync("b", programs.twice, args=(torch.ones(3, requires_grad=True),))
         rpc.rpc_sync("c", abs, args=(1,))
@@ -99,24 +99,31 @@ def in_a_moment(x: Tensor) -> Tensor:
 def test_a_pass_whose_time_is_over_as_the_last_report_comes(workers, monkeypatch):
     """A reading thread has noted the last report, but the root has not heard of it yet when its time is over. Either
     the pass fails, or its gradients count."""
+    host = workers["driver"].engine.host
     reported, over = threading.Event(), threading.Event()
-    on = rooted.RootedPass.on
+    on_report = BackwardPass.on_report
 
-    def slowly(self: object, event: object) -> list:
-        instructions = on(self, event)
+    def slowly(self: BackwardPass, worker: int, error: BaseException | None) -> list:
+        instructions = on_report(self, worker, error)
         if instructions and isinstance(instructions[0], Finish):
             reported.set()
             assert over.wait(PATIENCE)
         return instructions
 
-    monkeypatch.setattr(rooted.RootedPass, "on", slowly)
+    def wait_without_reading(waiter: Waiter, peer: int, deadline: float, turn: object) -> None:
+        assert reported.wait(PATIENCE)
+        waiter.sleep(deadline - clock.now())
+
+    monkeypatch.setattr(BackwardPass, "on_report", slowly)
+    monkeypatch.setattr(host, "watch", lambda peer: None)
+    monkeypatch.setattr(host, "wait", wait_without_reading)
     with autograd.context() as context_id:
         leaf = torch.ones(3, requires_grad=True)
         loss = (rpc.rpc_sync("b", in_a_moment, args=(torch.ones(3),)) * leaf).sum()
         running = InThread(autograd.backward, context_id, [loss], timeout=0.5)
-        if reported.wait(2.0):
-            with contextlib.suppress(AssertionError):  # it may wait for the thread that is held up
-                running.wait(1.0)
+        assert reported.wait(PATIENCE)
+        with contextlib.suppress(AssertionError):  # it may wait for the thread that is held up
+            running.wait(1.0)
         over.set()
         error = running.wait().error
         assert error is not None or autograd.get_gradients(context_id)
@@ -380,10 +387,11 @@ def test_two_passes_that_add_to_one_grad_at_once(workers, monkeypatch):
 def test_a_peer_that_takes_no_message_for_a_while_hurts_nobody_else(workers, monkeypatch, kind):
     """Its connection is full, and the time for a word to it is over. The others must hear it all the same."""
     driver = workers["driver"]
-    send = driver.send
+    send, refused = driver.send, []
 
     def slow(connection: object, envelope: Envelope, body: object, timeout: float | None, *args: object) -> None:
         if envelope.kind == Kind[kind.upper()] and connection.peer.name == "b" and timeout is not None:
+            refused.append(envelope.id)
             raise TimeoutError("worker 'b' did not take the message in time")
         send(connection, envelope, body, timeout, *args)
 
@@ -394,10 +402,11 @@ def test_a_peer_that_takes_no_message_for_a_while_hurts_nobody_else(workers, mon
         with soon():
             check_shows_nothing(context_id, "driver", "c")
     check_nothing_is_left(within=2.0)  # b has heard of it, too
+    assert refused
 
 
 def test_ctrl_c_while_the_end_of_a_pass_is_told(workers):
-    """Whoever was not told yet must hear of it all the same."""
+    """The workers that were not told yet must hear of it all the same."""
 
     pressed: list[Event] = []
 
@@ -435,16 +444,14 @@ def test_whatever_a_task_raises_its_connection_is_read_again(caplog):
 def test_ctrl_c_as_all_have_reported(workers, monkeypatch):
     """The root was about to tell the others that the pass is done."""
     driver = workers["driver"]
-    wait = driver.engine.parts.wait
 
-    def wait_and_press(*args: object) -> None:
-        wait(*args)
+    def press(*args: object) -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
     with autograd.context() as context_id:
         loss = forward()
-        monkeypatch.setattr(driver.engine.parts, "wait", wait_and_press)
+        monkeypatch.setattr(driver.engine, "_finish", press)
         with pytest.raises(KeyboardInterrupt):
             autograd.backward(context_id, [loss], timeout=PATIENCE)
         with soon(3.0):

@@ -382,7 +382,7 @@ def test_a_late_begin_is_dropped_and_logged(workers, held_messages, caplog):
             assert held.wait(PATIENCE)
             # What makes b fail: its gradients, as if the root had come to it already.
             message = next(iter(workers["b"].contexts.get(context_id).sends))
-            (pass_id,) = workers["driver"].engine.rooted._roots
+            (pass_id,) = workers["driver"].engine._roots
             forge(workers["driver"], info("b").id, message, (torch.ones(3),), pass_id)
             assert failed.wait(PATIENCE)
             release.set()

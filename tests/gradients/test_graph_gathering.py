@@ -428,7 +428,7 @@ def test_a_worker_that_died_and_one_that_does_not_answer(server):
         finally:
             os.kill(cluster.pids["b"], signal.SIGCONT)
         assert {w.name: w.status for w in silent.workers} == {"driver": "here", "b": "no answer"}
-        # Nobody but b knows of c. What the driver sent to b and got from it is there.
+        # Only b knows of c. What the driver sent to b and got from it is there.
         assert sorted((s.worker, s.is_inferred) for s in silent.sends) == [("b", True), ("driver", False)]
         os.kill(cluster.pids["c"], signal.SIGKILL)
         rpc.rpc_sync("b", abs, args=(1,))
@@ -493,7 +493,7 @@ def test_no_time_at_all(workers, timeout):
 
 
 def test_many_at_once_while_calls_and_passes_run(workers):
-    """Whoever looks disturbs nobody, and sees a graph that is whole."""
+    """A look disturbs no pass, and shows a graph that is whole."""
     with autograd.context() as context_id:
         x = torch.ones(3, requires_grad=True)
         over = threading.Event()

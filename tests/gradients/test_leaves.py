@@ -121,7 +121,7 @@ def test_gradients_have_their_leafs_dtype(dtype):
 # -- whose memory it is ------------------------------------------------------------------------------------
 
 
-def test_a_gradient_that_nobody_else_holds_is_kept_without_a_copy():
+def test_a_gradient_that_nothing_else_holds_is_kept_without_a_copy():
     addresses = []
 
     def make(gradient):
@@ -137,6 +137,23 @@ def test_a_gradient_that_nobody_else_holds_is_kept_without_a_copy():
     assert weight.grad.data_ptr() == addresses[1]
 
 
+@pytest.mark.parametrize("counted", [lambda gradients: (2, 4), lambda gradients, seen=[]: seen.append(0) or len(seen)])
+def test_where_references_say_nothing_every_gradient_is_copied(monkeypatch, counted):
+    """As on a torch that counts otherwise: the same for all gradients, or never the same."""
+    monkeypatch.setattr(leaves, "_references", counted)
+    unreliable = leaves._free_references.__wrapped__()
+    assert unreliable is None
+    monkeypatch.setattr(leaves, "_free_references", lambda: unreliable)
+    given = torch.randn(3)
+    leaf = torch.ones(3, requires_grad=True)
+    address = []
+    loss = leaf * given
+    loss.grad_fn.register_hook(lambda inputs, outputs: address.append(inputs[0].data_ptr()))
+    found = capture_backward(loss.sum(), [leaf]).copy()[leaf]
+    assert torch.equal(found, given)
+    assert [found.data_ptr()] != address
+
+
 def test_a_gradient_that_torch_has_made_is_kept_without_a_copy():
     addresses = []
     weight = torch.ones(1000, requires_grad=True)
@@ -145,7 +162,7 @@ def test_a_gradient_that_torch_has_made_is_kept_without_a_copy():
     assert table.get(weight).data_ptr() == addresses[0]
 
 
-def test_a_gradient_that_somebody_holds_is_copied():
+def test_a_gradient_that_is_held_elsewhere_is_copied():
     held = []
 
     def make(gradient):
@@ -167,7 +184,7 @@ def test_a_gradient_that_a_hook_has_kept_is_copied():
     assert torch.equal(table.get(weight), torch.full((3,), 2.0))
 
 
-def test_adding_changes_nobody_elses_memory():
+def test_adding_changes_no_other_memory():
     kept = []
     weight = torch.ones(3, requires_grad=True)
     table = GradientTable()
@@ -178,7 +195,7 @@ def test_adding_changes_nobody_elses_memory():
     assert all(torch.equal(gradient, torch.ones(3)) for gradient in kept)
 
 
-def test_a_sparse_gradient_that_somebody_holds_is_copied():
+def test_a_sparse_gradient_that_is_held_elsewhere_is_copied():
     held = []
 
     def make(gradient):
@@ -479,7 +496,7 @@ def test_what_is_added_to_grad_while_another_pass_runs_the_hooks_is_not_lost():
 
 
 def test_a_gradient_of_several_leaves_is_none_of_theirs():
-    """Also not of the last one, when nobody else holds it any more: whoever handed it out may have its address."""
+    """Also not of the last one, when nothing else holds it any more: the Function that made it may have its address."""
 
     class Both(torch.autograd.Function):
         address = 0

@@ -1,8 +1,8 @@
-"""Send and Recv onto the tensors of a message, on its way out and on its way in.
+"""Attaches Sends and Recvs to the tensors of a message, on its way out and on its way in.
 
-outgoing   tensors that require grad  -> a Send over them, and what the message says of it (Autograd)
+outgoing   tensors that require grad  -> a Send over each, and what the message says of it (Autograd)
 merge      what a message says        -> the log; while reading, so before anything that was read later
-incoming   tensors of such a message  -> the same, with a Recv as their history
+incoming   tensors of such a message  -> the same, each with a Recv as its history
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ class Link(Protocol):
 
 
 class Attach:
-    """Of one worker."""
-
     def __init__(self, worker_id: int, contexts: Contexts, new_id: Callable[[], int]) -> None:
         self._worker_id = worker_id
         self._contexts = contexts
+        self._live = contexts.live
         self._new_id = new_id
 
     def outgoing(
@@ -42,8 +41,8 @@ class Attach:
         tensors: Sequence[torch.Tensor],
         connection: object,
         to: int,
-    ) -> Envelope:
-        """The envelope with what the message says of gradients. `connection` is how it will go, `to` whom.
+    ) -> None:
+        """Notes in the envelope what the message says of gradients. It will go by `connection`, to worker `to`.
 
         Raises:
             UnknownContextError: the context has ended, and a tensor of the message requires grad.
@@ -53,60 +52,59 @@ class Attach:
         during, done = current.current_pass_id(), False
         if envelope.autograd is not None:
             during, done = envelope.autograd.during, envelope.autograd.done
-        if self._contexts.find(context.id) is None:
-            return self._outside(context, envelope, tensors)
+        if context.id not in self._live:
+            self._check_outside(context, tensors)
+            return
         if not tensors:
-            return _with(envelope, Autograd(context.id, during=during, done=done))
-        sent = [self._send(context, envelope.id, place, tensors, to) for place in range(len(tensors))]
+            envelope.autograd = Autograd(context.id, during=during, done=done)
+            return
+        sent = []
+        for place, tensor in enumerate(tensors):
+            id = envelope.id if place == 0 else self._new_id()
+            with context.lock:
+                sent.append(Sent(id, envelope.id, place, len(tensors), to, tensor, context.graph))
         own = tuple([Entry(s.id, context.id, tuple(s.reach)) for s in sent])
         log = self._contexts.log
-        log.merge(own, None)
+        log.merge(own)
         for s in sent:
             context.sends[s.id] = s
-        if self._contexts.find(context.id) is None:
+        if context.id not in self._live:
             context.clear()
-            return self._outside(context, envelope, tensors)
+            self._check_outside(context, tensors)
+            return
         depends_on = [id for entry in own for id in entry.depends_on]
-        if not depends_on:
-            return _with(envelope, Autograd(context.id, own, during=during, done=done))
-        entries = tuple(log.entries_for(connection, depends_on))
+        entries = tuple(log.entries_for(connection, depends_on)) if depends_on else ()
         for entry in entries:
-            # Whoever learns of a context must hear of its end.
+            # A worker that learns of a context must hear of its end.
             if entry.context != context.id and to != self._worker_id:
-                if (other := self._contexts.find(entry.context)) is not None:
+                if (other := self._live.get(entry.context)) is not None:
                     other.known_workers.add(to)
-        return _with(envelope, Autograd(context.id, own, entries, during, done))
+        envelope.autograd = Autograd(context.id, own, entries, during, done)
 
-    def _outside(self, context: Context, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> Envelope:
-        """The envelope of a message whose context has ended. It does not name the context: nobody would tell the
-        receiver of its end. Tensors without their history would be leaves there, and gradients silently missing."""
+    def _check_outside(self, context: Context, tensors: Sequence[torch.Tensor]) -> None:
+        """Checks a message whose context has ended. It does not name the context: no worker would tell the receiver of
+        its end. Tensors without their history would be leaves there, and gradients silently missing."""
         if tensors:
             raise UnknownContextError(
                 f"a message in autograd context {context.id} has {len(tensors)} tensors that require grad, but the "
                 f"context has ended on this worker (id {self._worker_id}): their history cannot be recorded. Wait for "
                 "calls before their context ends, or detach() what they send and return"
             )
-        return envelope
-
-    def _send(self, context: Context, message: int, place: int, tensors: Sequence[torch.Tensor], to: int) -> Sent:
-        id = message if place == 0 else self._new_id()
-        with context.lock:
-            return Sent(id, message, place, len(tensors), to, tensors[place], context.graph)
 
     def written(self, envelope: Envelope, connection: object) -> bool:
-        """The message was written: its receiver knows what it says. False if the context has ended meanwhile, and the
-        receiver may not have been told."""
+        """Notes that a message was written: its receiver knows what it says. False if the context has ended meanwhile,
+        and the receiver may not have been told."""
         autograd = envelope.autograd
         if autograd is None:
             return True
         if autograd.sent:
             self._contexts.log.written(connection, (*autograd.sent, *autograd.entries))
-        return self._contexts.find(autograd.context) is not None
+        return autograd.context in self._live
 
     def not_written(self, envelope: Envelope) -> None:
-        """The message was not sent: nobody will ask for its gradients."""
+        """Forgets the Sends of a message that was not sent: no gradients will come for them."""
         autograd = envelope.autograd
-        if autograd is not None and (context := self._contexts.find(autograd.context)) is not None:
+        if autograd is not None and (context := self._live.get(autograd.context)) is not None:
             for entry in autograd.sent:
                 context.sends.pop(entry.id, None)
 
@@ -133,21 +131,17 @@ class Attach:
             self._contexts.log.merge(entries, connection)
 
     def context_of(self, envelope: Envelope) -> Context | None:
-        """The context that a message belongs to; a stand-in if it has ended."""
-        autograd = envelope.autograd
-        if autograd is None:
-            return None
-        return self._contexts.find(autograd.context) or self._contexts.ended(autograd.context)
+        """Returns the context that a message belongs to; a stand-in if it has ended."""
+        id = envelope.autograd.context if envelope.autograd is not None else 0
+        return (self._live.get(id) or self._contexts.ended(id)) if id else None
 
     def current(self) -> Context | None:
-        """The context that this code runs in; a stand-in if it has ended."""
+        """Returns the context that this code runs in; a stand-in if it has ended."""
         id = current.current_context_id()
-        if not id:
-            return None
-        return self._contexts.find(id) or self._contexts.ended(id)
+        return (self._live.get(id) or self._contexts.ended(id)) if id else None
 
     def incoming(self, envelope: Envelope) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] | None:
-        """What gives the tensors of a message their history; None for a message with no Send."""
+        """Returns the function that gives the tensors of a message their history; None for a message with no Send."""
         autograd = envelope.autograd
         if autograd is None or not autograd.sent:
             return None
@@ -158,7 +152,7 @@ class Attach:
         if len(ids) != len(tensors):
             raise GradientError(f"message {message} has {len(tensors)} tensors that require grad, not {len(ids)}")
         received = make_recvs(message, ids, autograd.context, tensors)
-        context = self._contexts.find(autograd.context)
+        context = self._live.get(autograd.context)
         if context is not None:  # else backward() will say that it has ended
             for id, tensor in zip(ids, received, strict=True):
                 context.received[id] = tensor.grad_fn
@@ -172,8 +166,3 @@ class NoHistoryError(GradientError):
 def refuse(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Takes the place of `incoming` where a message must not bring leaves."""
     raise NoHistoryError(f"{len(tensors)} tensors that require grad")
-
-
-def _with(envelope: Envelope, autograd: Autograd) -> Envelope:
-    envelope.autograd = autograd
-    return envelope

@@ -1,13 +1,13 @@
-"""Contexts: what one distributed forward has left on this worker, until its end. The bottom of gradients.
+"""Contexts: what one distributed forward has left on this worker, until its end.
 
-A context is made where the program enters it, and on every other worker by the first message that names it.
-It ends where it was made, which tells every worker that it has sent to, which tell those that they have
-sent to. What is late finds a tombstone, and never brings a context back.
+The owner makes a context when the program enters it, every other worker when the first message names it. The owner
+ends it and tells the workers that it has sent to; each of them tells the workers that it has sent to. A late message
+finds a tombstone, and never brings a context back.
 """
 
 from __future__ import annotations
 
-import threading
+from _thread import RLock  # RLock is Python code
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,8 +29,8 @@ _TOMBSTONES = 100_000
 class Sent:
     """One tensor of a message, as the graph knows it. It keeps what is behind the tensor, but not its memory.
 
-    `stand_in` is what takes its place among the inputs of a Wait: a leaf itself, which stays what it is; for any
-    other the token of a Send, since the tensor may be changed in place and get another history.
+    `stand_in` takes its place among the inputs of a Wait: a leaf itself, which stays what it is; for any other the
+    token of a Send, since the tensor may be changed in place and get another history.
     """
 
     __slots__ = (
@@ -71,12 +71,12 @@ class Context:
     graph: Graph  # as far as Sends lead to it
     # Guards the graph and the gradients. Held while the graph is walked, so never by threads that read. Reentrant: a
     # finaliser may run in it.
-    lock: Any = field(default_factory=threading.RLock)
+    lock: Any = field(default_factory=RLock)
     # The operations on these are single, and atomic:
     sends: dict[int, Sent] = field(default_factory=dict)  # by id
     received: dict[int, Node] = field(default_factory=dict)  # Recv nodes, by the ids of their tensors
-    known_workers: set[int] = field(default_factory=set)  # ids of those that it was sent to
-    heard_from: set[int] = field(default_factory=set)  # ids of those who sent it here, and will tell of its end
+    known_workers: set[int] = field(default_factory=set)  # ids of the workers that it was sent to
+    heard_from: set[int] = field(default_factory=set)  # ids of the workers that sent it here, and will tell of its end
     gradients: GradientTable = field(default_factory=GradientTable)
     failed: PartState | None = None  # what the last pass awaited here, if it failed; numbers only
 
@@ -91,12 +91,11 @@ class Context:
 
 
 class Contexts:
-    """Of one worker. `new_id` gives ids that never repeat in the group's life."""
+    """All contexts of one worker. `new_id` gives ids that never repeat in the group's life."""
 
     def __init__(self, worker_id: int, new_id: Callable[[], int]) -> None:
-        self._worker_id = worker_id
         self._new_id = new_id
-        self._lock = threading.RLock()  # guards all below; held for a moment only
+        self._lock = RLock()  # guards all below; held for a moment only
         self.live: dict[int, Context] = {}  # by id; single lookups go without the lock
         self.log = Log(self.live.__contains__)
         self._released: OrderedDict[int, None] = OrderedDict()  # tombstones, the oldest first
@@ -105,9 +104,9 @@ class Contexts:
         return len(self.live)
 
     def new(self) -> Context:
-        id = self._new_id()
+        context = self.ended(self._new_id())
         with self._lock:
-            context = self.live[id] = self._make(id)
+            self.live[context.id] = context
         return context
 
     def find(self, id: int) -> Context | None:
@@ -125,58 +124,54 @@ class Contexts:
         return context
 
     def get_or_make(self, id: int) -> Context | None:
-        """The context of a message that has come; None if it has ended."""
+        """Returns the context of a message that has come; None if it has ended."""
         context = self.live.get(id)
         if context is not None:
             return context
         with self._lock:
             if id in self._released:
                 return None
-            return self.live.setdefault(id, self._make(id))
-
-    def _make(self, id: int) -> Context:
-        return Context(id, Graph(lambda members: self._new_group(id, members)))
+            return self.live.setdefault(id, self.ended(id))
 
     def ended(self, id: int) -> Context:
-        """A stand-in for a context that has ended, for what is still sent in it."""
-        return self._make(id)
+        """Makes a context that is not among the live ones: as a stand-in for one that has ended, for what is still sent
+        in it."""
+
+        def new_group(members: frozenset[int]) -> int:
+            group = -self._new_id()
+            self.log.merge([Entry(group, id, tuple(sorted(members)))])
+            return group
+
+        return Context(id, Graph(new_group))
 
     def was_released(self, id: int) -> bool:
         return id in self._released
 
     def of_owner(self, worker_id: int) -> list[Context]:
-        with self._lock:
-            return [c for c in self.live.values() if c.owner == worker_id]
+        return [context for context in self.all() if context.owner == worker_id]
 
     def all(self) -> list[Context]:
         with self._lock:
             return list(self.live.values())
 
     def find_sent(self, context: Context, id: int) -> Sent:
-        """A tensor that this worker has sent, in this context or another one.
+        """Returns a tensor that this worker has sent, in this context or another one.
 
         Raises:
             GradientError: there is none of that id.
         """
-        sent = context.sends.get(id)
+        sent = context.sends.get(id) or self.find_sent_anywhere(id)
         if sent is None:
-            for other in self.all():
-                if (sent := other.sends.get(id)) is not None:
-                    break
-            else:
-                raise GradientError(f"Could not find send function for autograd message id: {id}")
+            raise GradientError(f"Could not find send function for autograd message id: {id}")
         return sent
 
-    def receiver_of(self, message: int) -> int | None:
-        """The worker that a message with tensors that require grad was sent to, in any context; None if this worker
-        has sent none, or its context has ended."""
-        for context in self.all():
-            if (sent := context.sends.get(message)) is not None:  # its first tensor has its id
-                return sent.to
-        return None
+    def find_sent_anywhere(self, id: int) -> Sent | None:
+        """Returns a tensor that this worker has sent in any context; None if there is none, or its context has ended.
+        The first tensor of a message has the message's id."""
+        return next((sent for context in self.all() if (sent := context.sends.get(id)) is not None), None)
 
     def find_received(self, id: int) -> Node:
-        """The Recv of a tensor that has come here, in any context.
+        """Returns the Recv of a tensor that has come here, in any context.
 
         Raises:
             GradientError: there is none of that id.
@@ -187,7 +182,7 @@ class Contexts:
         raise GradientError(f"Could not find recv function for autograd message id: {id}")
 
     def take_out(self, id: int) -> Context | None:
-        """Ends a context here. Returns it, if it was live: there may be more to do."""
+        """Ends a context here. Returns it, if it was live: its passes are still to be ended."""
         with self._lock:
             context = self.live.pop(id, None)
             self._released[id] = None
@@ -197,8 +192,3 @@ class Contexts:
         if context is not None:
             context.clear()
         return context
-
-    def _new_group(self, context_id: int, members: frozenset[int]) -> int:
-        id = -self._new_id()
-        self.log.add(Entry(id, context_id, tuple(sorted(members))))
-        return id

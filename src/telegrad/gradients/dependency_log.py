@@ -1,8 +1,8 @@
-"""The log: which sent tensor depends on which others. It tells whoever calls backward() what will get a gradient.
+"""The log: which sent tensor depends on which others. It tells the root of a pass what will get a gradient.
 
 An entry says: this tensor, which was sent, depends on those, which its sender had received. A message carries
 the entries of its tensors, and with them the entries of all that is upstream, as far as this connection has
-not carried them yet. So whoever holds a received tensor holds the log of everything behind it.
+not carried them yet. So a worker that holds a received tensor holds the log of everything behind it.
 
     sent      entries_for(connection, depends_on)  -> what the receiver may not have yet;  written() marks it
     received  merge(connection, entries)           before anything that was read later is looked at
@@ -37,7 +37,7 @@ class MissingEntryError(Exception):
 
 
 class Log:
-    """Of one worker. Entries live as long as the context that they belong to."""
+    """The log of one worker. Entries live as long as the context that they belong to."""
 
     def __init__(self, is_live: Callable[[int], bool]) -> None:
         self._is_live = is_live  # says whether a context has not ended; what comes later is not taken
@@ -52,30 +52,23 @@ class Log:
     def __contains__(self, id: int) -> bool:
         return id in self._entries
 
-    def add(self, entry: Entry, known_by: object = None) -> None:
-        with self._lock:
-            self._add_locked(entry, known_by)
-
-    def merge(self, entries: Iterable[Entry], connection: object) -> None:
+    def merge(self, entries: Iterable[Entry], connection: object = None) -> None:
         """Takes over what a peer has told; with no connection, what this worker says itself."""
         with self._lock:
             for entry in entries:
-                self._add_locked(entry, connection)
-
-    def _add_locked(self, entry: Entry, known_by: object) -> None:
-        logged = self._entries.get(entry.id)
-        if logged is None:
-            if not self._is_live(entry.context):
-                return
-            logged = self._entries[entry.id] = _Logged(entry)
-            self._of_context.setdefault(entry.context, []).append(entry.id)
-        if known_by is not None:
-            logged.known_by.add(known_by)
+                logged = self._entries.get(entry.id)
+                if logged is None:
+                    if not self._is_live(entry.context):
+                        continue
+                    logged = self._entries[entry.id] = _Logged(entry)
+                    self._of_context.setdefault(entry.context, []).append(entry.id)
+                if connection is not None:
+                    logged.known_by.add(connection)
 
     def entries_for(self, connection: object, depends_on: Iterable[int]) -> list[Entry]:
-        """What is upstream of these tensors and was not carried by this connection yet.
+        """Returns what is upstream of these tensors and was not carried by this connection yet.
 
-        Whoever has an entry has all that is upstream of it, so the walk ends at the first that is known there.
+        A peer that has an entry has all that is upstream of it, so the walk ends at the first that is known there.
         """
         found: list[Entry] = []
         with self._lock:
@@ -93,10 +86,10 @@ class Log:
         return found
 
     def written(self, connection: object, entries: Iterable[Entry]) -> None:
-        """They were written to the connection: what is written there from now on need not carry them.
+        """Notes that entries were written to a connection: later messages need not carry them.
 
-        Not marked any earlier: another message could overtake the one that carries them. Two that are written
-        at the same time may carry the same entry, which does no harm.
+        Not any earlier: another message could overtake the one that carries them. Two that are written at the same
+        time may carry the same entry, which does no harm.
         """
         with self._lock:
             for entry in entries:
@@ -105,7 +98,7 @@ class Log:
                     logged.known_by.add(connection)
 
     def closure(self, ids: Iterable[int]) -> dict[int, Entry]:
-        """All that is upstream of these tensors, them included, by id.
+        """Returns all that is upstream of these tensors, them included, by id.
 
         Raises:
             MissingEntryError: for the first that is not known.
@@ -131,7 +124,7 @@ class Log:
 
 
 def useful(entries: dict[int, Entry], is_source: Callable[[int], bool]) -> set[int]:
-    """Which of a closure lead to a source: those are where gradients have to go to reach it."""
+    """Returns those of a closure that lead to a source: gradients have to go there to reach it."""
     found: dict[int, bool] = {}
     for start in entries:
         stack = [start]
@@ -150,7 +143,7 @@ def useful(entries: dict[int, Entry], is_source: Callable[[int], bool]) -> set[i
 
 
 def flatten_groups(depends_on: Iterable[int], entries: dict[int, Entry]) -> set[int]:
-    """The tensors themselves, where groups stand for several."""
+    """Returns the tensors themselves, where groups stand for several."""
     found: set[int] = set()
     waiting = list(depends_on)
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""What a pass awaits on a worker: as plain numbers, which can travel and be kept, and in words for an error.
+"""Diagnosis of a pass: what it awaits on a worker, as plain numbers that can travel, and in words for an error.
 
 LocalPass.describe()  -> PartState, of a pass that runs
 Context.failed        -> PartState, of the last pass that failed there
@@ -26,7 +26,7 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True)
 class PartState:
-    """How far a worker's part in a pass is, or was when it failed."""
+    """The progress of a worker's part in a pass, or its last one before it failed."""
 
     worker: int
     pass_id: int
@@ -39,12 +39,12 @@ class PartState:
 
 
 def state_here(context_id: int, pass_id: int) -> PartState | None:
-    """What this worker knows of a pass. Called by the pass's root."""
+    """Returns what this worker knows of a pass. Called by the pass's root."""
     return current.current_worker().engine.parts.state_of(context_id, pass_id)
 
 
 def holding_up(state: PartState, lost: Collection[int]) -> list[Awaited]:
-    """What holds a part up, or soon would: what is due from workers that are gone counts, too."""
+    """Returns what holds a part up, or soon would: what is due from workers that are gone counts, too."""
     return [*state.awaited, *(due for due in state.due if due.worker in lost)]
 
 
@@ -55,8 +55,9 @@ def explain(
     silent: Iterable[int],
     name_of: Callable[[int], str],
 ) -> str:
-    """Which Send on which worker is awaited from whom. What nobody else waits behind comes first: it holds up the
-    rest. `lost` are workers that are gone, `silent` those that did not say. Empty if nothing is awaited."""
+    """Says which Send on which worker is awaited from which worker. First come those from workers that wait for nothing
+    themselves: they hold up the rest. `lost` are workers that are gone, `silent` those that did not answer. Empty if
+    nothing is awaited."""
     waiting = {state.worker for state in states if state.awaited}
     found = [(awaited, state.worker) for state in states for awaited in holding_up(state, lost)]
     found.sort(key=lambda one: (one[0].worker not in lost, one[0].worker in waiting))
@@ -69,16 +70,14 @@ def explain(
     if said:
         more = [f"and {len(said) - _MOST} more"] if len(said) > _MOST else []
         sentences.append(f"Awaited: {'; '.join(said[:_MOST] + more)}.")
+
+    def names(workers: Iterable[int]) -> str:
+        return ", ".join(repr(name_of(worker)) for worker in sorted(workers)[:_MOST])
+
     running = [s.worker for s in states if not (s.awaited or s.is_done or s.has_failed or s.worker in lost)]
     if running:
-        sentences.append(f"{_workers(running, name_of)} nothing: the pass runs there.")
-    quiet = sorted(silent)
-    if quiet:
-        names = ", ".join(repr(name_of(worker)) for worker in quiet[:_MOST])
-        sentences.append(f"What is awaited on {names} is not known: nothing was heard from there.")
+        await_ = "Worker {} awaits" if len(running) == 1 else "Workers {} await"
+        sentences.append(f"{await_.format(names(running))} nothing: the pass runs there.")
+    if quiet := names(silent):
+        sentences.append(f"What is awaited on {quiet} is not known: nothing was heard from there.")
     return " ".join(sentences)
-
-
-def _workers(workers: Sequence[int], name_of: Callable[[int], str]) -> str:
-    names = ", ".join(repr(name_of(worker)) for worker in sorted(workers)[:_MOST])
-    return f"Worker {names} awaits" if len(workers) == 1 else f"Workers {names} await"

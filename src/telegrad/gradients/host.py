@@ -1,4 +1,4 @@
-"""What gradients need of their worker: messages out and in, waiting, and the names of others."""
+"""The worker, as gradients see it: messages out and in, waiting, and the names of other workers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Task = Callable[[], None]
 
 
 class Host(Protocol):
-    """What is needed. It is there before the first message comes."""
+    """All that a pass needs of its worker."""
+
+    events: Events
 
     def post(self, to: int, envelope: Envelope, body: Any, timeout: float | None, context: Context | None) -> None:
-        """Sends a message to the worker of that id. Raises PeerLostError."""
+        """Sends a one-way message to the worker of that id. Raises PeerLostError."""
 
     def wait(self, waiter: Waiter, peer: int, deadline: float | None, watch: Any) -> None:
         """Waits for something that most likely comes from that worker."""
 
     def watch(self, peer: int) -> Any:
-        """Has this thread read what that worker sends while it works on a pass; `end()` ends it. May be None."""
-
-    events: Events
+        """Has this thread read what arrives while it works on a pass; `end()` ends it. None: another thread reads."""
 
     def ask(
         self, workers: Iterable[int], function: Callable[..., Any], args: Sequence[Any], seconds: float
@@ -41,11 +41,6 @@ class Host(Protocol):
     def decode_error(self, failure: Failure, worker: str) -> BaseException: ...
     def decode(self, envelope: Envelope, frames: Any) -> Any: ...
     def open_control(self, envelope: Envelope, frames: Any) -> Any: ...
-
-
-def disbelieve(name: str, peer: str, peer_id: int, what: str) -> None:
-    """Warns of a message that its sender had no right to send, and that is dropped."""
-    logger.warning("worker %r: worker %r (id %d) has sent %s; this is dropped", name, peer, peer_id, what)
 
 
 def tell(host: Host, worker: int, kind: Kind, body: Done | End | Release, timeout: float | None = 1.0) -> None:

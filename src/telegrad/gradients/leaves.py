@@ -1,7 +1,7 @@
 """Leaf gradients: taken out of torch's engine before they reach `.grad`, and added up as AccumulateGrad would.
 
-Capture        of one engine call: prehooks on the leaves' nodes take what would go to `.grad`
-GradientTable  of one context (or of one pass): the gradient of each leaf
+Capture        for one engine call: prehooks on the leaves' nodes take what would go to `.grad`
+GradientTable  in a context, or in a pass: the gradient of each leaf
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import threading
+from _thread import RLock  # threading.RLock is Python code
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,7 +24,7 @@ Leaf = torch.Tensor
 
 
 class GradientTable:
-    """Gradients by leaf. Not locked: whoever shares it locks."""
+    """Gradients by leaf. Not locked: users that share it lock."""
 
     def __init__(self) -> None:
         self._gradients: dict[Leaf, torch.Tensor] = {}
@@ -34,25 +35,24 @@ class GradientTable:
 
     def add(self, leaf: Leaf, gradient: torch.Tensor) -> None:
         """Adds to what is there. The gradient is the table's from now on."""
-        self._gradients[leaf] = accumulated(self._gradients.get(leaf), gradient)
-        if not gradient.is_cpu:
-            self._record(leaf)
+        old = self._gradients.get(leaf)
+        self.replace(leaf, gradient if old is None else accumulated(old, gradient))
 
-    def _record(self, leaf: Leaf) -> None:
-        device = self._gradients[leaf].device
-        if device.type != "meta":
-            self._events[leaf] = torch.accelerator.current_stream(device).record_event()
+    def replace(self, leaf: Leaf, gradient: torch.Tensor) -> None:
+        self._gradients[leaf] = gradient
+        if not gradient.is_cpu and not gradient.is_meta:
+            self._events[leaf] = torch.accelerator.current_stream(gradient.device).record_event()
 
     def take_over(self, other: GradientTable) -> None:
         """Adds all of another table, which is empty after it."""
-        other.wait_for_events()
+        other._wait_for_events()
         for leaf, gradient in other._gradients.items():
             self.add(leaf, gradient)
         other.clear()
 
     def add_to_leaves(self) -> None:
         """Adds every gradient to its leaf's `.grad`, and empties the table."""
-        self.wait_for_events()
+        self._wait_for_events()
         with _touching_grad:
             for leaf, gradient in self._gradients.items():
                 turn = _turns.get(leaf)
@@ -62,26 +62,17 @@ class GradientTable:
                     leaf.grad = accumulated(leaf.grad, gradient)
         self.clear()
 
-    def replace(self, leaf: Leaf, gradient: torch.Tensor) -> None:
-        self._gradients[leaf] = gradient
-        if not gradient.is_cpu:
-            self._record(leaf)
-
     def get(self, leaf: Leaf) -> torch.Tensor | None:
-        self._wait_for(self._events.get(leaf))
+        self._wait_for_events()
         return self._gradients.get(leaf)
 
     def copy(self) -> dict[Leaf, torch.Tensor]:
-        """The gradients, once they are there on the caller's streams."""
-        self.wait_for_events()
+        """Returns the gradients, once they are there on the caller's streams."""
+        self._wait_for_events()
         return dict(self._gradients)
 
-    def wait_for_events(self) -> None:
+    def _wait_for_events(self) -> None:
         for event in self._events.values():
-            self._wait_for(event)
-
-    def _wait_for(self, event: Any) -> None:
-        if event is not None:
             torch.accelerator.current_stream(event.device).wait_event(event)
 
     def clear(self) -> None:
@@ -90,8 +81,8 @@ class GradientTable:
 
 
 def accumulated(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-    """The sum, by AccumulateGrad's rules: into the old one where that can be, out of place for a gradient that is
-    itself to be differentiated, and the dense term first in a mixed sum."""
+    """Returns the sum, by AccumulateGrad's rules: into the old one where that can be, out of place for a gradient that
+    is itself to be differentiated, and the dense term first in a mixed sum."""
     if old is None:
         return new
     if old.requires_grad or new.requires_grad:
@@ -105,48 +96,125 @@ def accumulated(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
         return old.add_(new)
 
 
+# Note [gradients that are held elsewhere]
+# AccumulateGrad keeps a gradient without a copy if only the engine holds it, and so does Capture. No function of torch
+# says so. But a gradient that a prehook gets, and that only the engine holds, has always the same two counts of
+# references, in torch and in Python; one that anything else holds has others. Which counts these are depends on the
+# version of torch. They are measured at the first use, and checked on two gradients that are held elsewhere. If the
+# counts don't tell these apart, every gradient is copied.
+
+
 def _references(gradients: tuple[torch.Tensor, ...]) -> tuple[int, int]:
-    """How often a prehook's gradient is held, in torch and in Python."""
+    """Counts how often a prehook's gradient is held, in torch and in Python."""
     gradient = gradients[0]
     return gradient._use_count(), sys.getrefcount(gradient)  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _references_of_free_one() -> tuple[int, int]:
-    """The same of a gradient that only the engine holds. Versions of torch differ. Not when this module is imported:
-    the engine's first call starts threads, and CUDA, which no process may do that is forked after it."""
-    found = []
-    with torch.enable_grad(), torch.inference_mode(False):
-        leaf = torch.zeros(1, requires_grad=True)
-        loss = leaf * 2
+def _free_references() -> tuple[int, int] | None:
+    """Measures the counts of a gradient that only the engine holds; None if they are not to be relied on.
+
+    Not when this module is imported: the engine's first call starts threads, and CUDA, which no process may do that is
+    forked after it.
+    """
+    kept: list[Any] = []
+
+    def measure(loss: torch.Tensor, keep: bool = False) -> tuple[int, int]:
+        """The first gradient of a leaf that the engine comes to."""
         node: Any = loss.grad_fn
-        node.next_functions[0][0].register_prehook(lambda gradients: found.append(_references(gradients)))
+        if keep:
+            node.register_hook(lambda inputs, outputs: kept.append(inputs))
+        found: list[tuple[int, int]] = []
+        for leaf_node, _ in node.next_functions:
+            if leaf_node is not None:
+                leaf_node.register_prehook(lambda gradients: found.append(_references(gradients)))
         loss.backward()
-    return found[0]
+        return found[0]
+
+    def leaf() -> torch.Tensor:
+        return torch.zeros(1, requires_grad=True)
+
+    with torch.enable_grad(), torch.inference_mode(False):
+        free = measure(leaf() * 2)
+        held = (measure(leaf() * 2, keep=True), measure(leaf() + leaf()))
+        is_reliable = free == measure(leaf() * 2) and free not in held
+    return free if is_reliable else None
 
 
-# Two threads must never touch one leaf's `.grad` at the same time: not even to read it is safe in torch. Held for a
-# moment only. Reentrant: a finaliser may run in it.
-_touching_grad = threading.RLock()
+def _own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:
+    """Returns the gradient as the table's own: itself where nothing else holds it and it lies in memory as the leaf
+    does, else a copy."""
+    if gradient.requires_grad:
+        return gradient  # it is to be differentiated, and so never changed in place
+    gradient = gradient.detach()
+    if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
+        # More can be added to a sparse one in place only if its parts are not expanded.
+        parts = (gradient._indices(), gradient._values()) if gradient.layout is torch.sparse_coo else ()
+        return gradient if is_free and all(part.is_contiguous() for part in parts) else gradient.clone()
+    if is_free and (gradient.stride() == leaf.stride() or (leaf.is_contiguous() and gradient.is_contiguous())):
+        return gradient
+    with torch.no_grad():
+        return torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
 
 # Note [post-accumulate hooks]
 # They run inside of AccumulateGrad and look at the leaf's `.grad`. So for a leaf that has any, `.grad` is set aside
 # by the prehook, the gradient goes its usual way, and what is in `.grad` after the hooks is taken. Passes take turns
 # with a leaf. What is to be added to its `.grad` meanwhile is added when that is put back.
 
+# Note [averaged leaves]
+# DistributedDataParallel takes a gradient out of `.grad` once the leaf's node has run, and puts the average over all of
+# its processes there when the engine call ends; also for leaves that this pass does not reach. So for all leaves of
+# such a module `.grad` is set aside before the engine call, nothing is taken during it, and what is in `.grad` then is
+# the gradient.
+
+# Two threads must never touch one leaf's `.grad` at the same time: not even to read it is safe in torch. Held for a
+# moment only. Reentrant: a finaliser may run in it.
+_touching_grad = threading.RLock()
+_LONGEST_TURN = 60.0  # seconds
+
 
 class _Turn:
-    __slots__ = ("free", "is_taken", "to_add")
+    """A pass's turn with the `.grad` of a leaf, which is set aside meanwhile."""
 
     def __init__(self) -> None:
         self.free = threading.Lock()  # not reentrant: a device's thread may take it and the pass's give it back
-        self.is_taken = False
+        self._holder: Capture | None = None
+        self._aside: torch.Tensor | None = None
         self.to_add: list[torch.Tensor] = []
+
+    @property
+    def is_taken(self) -> bool:
+        return self._holder is not None
+
+    def begin(self, leaf: Leaf, holder: Capture) -> None:
+        if not self.free.acquire(timeout=_LONGEST_TURN):
+            raise GradientError(
+                f"another pass ran the hooks of a leaf of shape {tuple(leaf.shape)}, or had it in a "
+                f"DistributedDataParallel, for over {_LONGEST_TURN:.0f} s"
+            )
+        with _touching_grad:
+            self._aside, leaf.grad = leaf.grad, None
+            self._holder = holder
+
+    def end(self, leaf: Leaf, holder: Capture) -> torch.Tensor | None:
+        """Puts `.grad` back, if it is this holder's turn, and returns what was there during it."""
+        if self._holder is not holder:
+            return None
+        try:
+            with _touching_grad:
+                gradient, leaf.grad = leaf.grad, self._aside
+                self._holder = self._aside = None
+                while self.to_add:
+                    leaf.grad = accumulated(leaf.grad, self.to_add.pop())
+        finally:
+            self.free.release()
+        return gradient
 
 
 _turns: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by leaf
 _making_turns = threading.RLock()  # guards _turns
-_LONGEST_HOOK = 60.0  # seconds
+_averaged: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by leaf: all leaves of its module, weakly
 
 
 def _turn_of(leaf: Leaf) -> _Turn:
@@ -155,14 +223,6 @@ def _turn_of(leaf: Leaf) -> _Turn:
         if turn is None:
             turn = _turns[leaf] = _Turn()
         return turn
-
-
-# Note [averaged leaves]
-# DistributedDataParallel takes a gradient out of `.grad` once the leaf's node has run, and puts the average over all of
-# its processes there when the engine call ends; also for leaves that this pass does not reach. So for all leaves of
-# such a module `.grad` is set aside before the engine call, nothing is taken during it, and what is in `.grad` then is
-# the gradient.
-_averaged: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by leaf: all leaves of its module, weakly
 
 
 def leaves_are_averaged(leaves: Iterable[Leaf]) -> None:
@@ -179,119 +239,76 @@ class Capture:
 
     def __init__(self, is_ours: Callable[[], bool]) -> None:
         self._is_ours = is_ours
-        self._free = _references_of_free_one()
+        self._free = _free_references()
         # Guards the gradients: device threads of the engine add at the same time. Reentrant: a finaliser may run in it.
-        self._lock = threading.RLock()
-        self._cleanup: list[Callable[[], None]] = []
+        self._lock = RLock()
+        self._cleanup: list[Callable[[], object]] = []
         # By address: gradients that several hold. The last of them must not take it for its own: a Function or a hook
         # that has handed it out may have kept the address.
         self._shared: dict[int, Any] = {}
         self.gradients = GradientTable()
 
-    def watch(self, nodes: Iterable[Any], is_ours: Callable[[], bool] | None = None) -> None:
-        """`nodes` are the leaves' AccumulateGrad nodes."""
-        ours = is_ours or self._is_ours
+    def watch(self, nodes: Iterable[Any]) -> None:
+        """Takes what comes to these AccumulateGrad nodes."""
         averaged: dict[int, Leaf] = {}
         for node in nodes:
             leaf = node.variable
             if _averaged and leaf in _averaged:
                 averaged.update((id(other), other) for other in _averaged[leaf])
             elif leaf._post_accumulate_grad_hooks:
-                self._watch_with_hooks(node, leaf, ours)
+                self._watch_with_hooks(node, leaf)
             else:
-                handle = node.register_prehook(self._taker(leaf, ours))
-                self._cleanup.append(handle.remove)
+                self._cleanup.append(node.register_prehook(self._taker(leaf)).remove)
         for key in sorted(averaged):  # in one order in all passes: each waits for its turn
-            self._set_aside(averaged[key])
+            leaf = averaged[key]
+            turn = _turn_of(leaf)
+            turn.begin(leaf, self)
+            self._cleanup.append(functools.partial(self._end_turn, turn, leaf))
 
-    def _set_aside(self, leaf: Leaf) -> None:
-        """See Note [averaged leaves]."""
-        turn = _turn_of(leaf)
-        if not turn.free.acquire(timeout=_LONGEST_HOOK):
-            raise GradientError(f"another pass had a leaf of a DistributedDataParallel for over {_LONGEST_HOOK:.0f} s")
-        with _touching_grad:
-            aside, leaf.grad = leaf.grad, None
-            turn.is_taken = True
-
-        def take() -> None:
-            with _touching_grad:
-                gradient, leaf.grad = leaf.grad, aside
-                turn.is_taken = False
-                while turn.to_add:
-                    leaf.grad = accumulated(leaf.grad, turn.to_add.pop())
-            turn.free.release()
-            if gradient is not None:
-                self._add(leaf, gradient.clone() if gradient._is_view() else gradient)
-
-        self._cleanup.append(take)
-
-    def _taker(self, leaf: Leaf, is_ours: Callable[[], bool]) -> Callable[[Any], Any]:
+    def _taker(self, leaf: Leaf) -> Callable[[Any], Any]:
         def take(gradients: tuple[torch.Tensor, ...]) -> Any:
-            if not is_ours():
+            if not self._is_ours():
                 return None
             if gradients[0] is not None:
                 is_free = _references(gradients) == self._free  # asked first: to name it is to hold it
-                if not is_free:
-                    self._note_shared(gradients[0])
-                elif self._shared:
-                    is_free = not self._was_shared(gradients[0])
+                if (self._shared or not is_free) and gradients[0].layout is torch.strided:
+                    is_free = self._is_unshared(gradients[0], is_free)
                 self._add(leaf, _own(gradients[0], leaf, is_free))
             return (None,)
 
         return take
 
-    def _note_shared(self, gradient: torch.Tensor) -> None:
-        if gradient.layout is torch.strided:
-            self._shared[gradient.data_ptr()] = WeakTensorRef(gradient)
-
-    def _was_shared(self, gradient: torch.Tensor) -> bool:
-        if gradient.layout is not torch.strided:
+    def _is_unshared(self, gradient: torch.Tensor, is_free: bool) -> bool:
+        address = gradient.data_ptr()
+        if not is_free:
+            self._shared[address] = WeakTensorRef(gradient)
             return False
-        found = self._shared.get(gradient.data_ptr())
-        return found is not None and not found.expired()
+        found = self._shared.get(address)
+        return found is None or bool(found.expired())
+
+    def _watch_with_hooks(self, node: Any, leaf: Leaf) -> None:
+        turn = _turn_of(leaf)
+
+        def before(gradients: Any) -> None:
+            if self._is_ours():
+                turn.begin(leaf, self)
+
+        def after(*_: Any) -> None:
+            if self._is_ours() and (gradient := turn.end(leaf, self)) is not None:
+                self._add(leaf, gradient)
+
+        self._cleanup.append(functools.partial(turn.end, leaf, self))  # where a hook raised, `after` was not called
+        for handle in (node.register_prehook(before), node.register_hook(after)):
+            self._cleanup.append(handle.remove)
+
+    def _end_turn(self, turn: _Turn, leaf: Leaf) -> None:
+        gradient = turn.end(leaf, self)
+        if gradient is not None:
+            self._add(leaf, gradient.clone() if gradient._is_view() else gradient)
 
     def _add(self, leaf: Leaf, gradient: torch.Tensor) -> None:
         with self._lock:
             self.gradients.add(leaf, gradient)
-
-    def _watch_with_hooks(self, node: Any, leaf: Leaf, is_ours: Callable[[], bool]) -> None:
-        """See Note [post-accumulate hooks]."""
-        turn = _turn_of(leaf)
-        aside: list[torch.Tensor | None] = []  # not empty while it is our turn
-
-        def before(gradients: Any) -> Any:
-            if is_ours():
-                if not turn.free.acquire(timeout=_LONGEST_HOOK):
-                    raise GradientError(f"another pass ran the hooks of a leaf for over {_LONGEST_HOOK:.0f} s")
-                with _touching_grad:
-                    aside.append(leaf.grad)
-                    leaf.grad = None
-                    turn.is_taken = True
-            return None
-
-        def after(*_: Any) -> Any:
-            if aside and is_ours():
-                gradient = leaf.grad
-                put_back()
-                if gradient is not None:
-                    self._add(leaf, gradient)
-            return None
-
-        def put_back() -> None:
-            if not aside:
-                return
-            try:
-                with _touching_grad:
-                    turn.is_taken = False
-                    leaf.grad = aside.pop()
-                    while turn.to_add:
-                        leaf.grad = accumulated(leaf.grad, turn.to_add.pop())
-            finally:
-                turn.free.release()
-
-        self._cleanup.append(put_back)  # where a hook raised, `after` was not called
-        for handle in (node.register_prehook(before), node.register_hook(after)):
-            self._cleanup.append(handle.remove)
 
     def close(self) -> None:
         """Takes no more."""
@@ -308,24 +325,3 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
-
-
-def _own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:
-    """The gradient as the table's own: itself where nobody else holds it and it lies in memory as the leaf does,
-    else a copy."""
-    if gradient.requires_grad:
-        return gradient  # it is to be differentiated, and so never changed in place
-    gradient = gradient.detach()
-    if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
-        return gradient if is_free and _is_plain(gradient) else gradient.clone()
-    if is_free and (gradient.stride() == leaf.stride() or (leaf.is_contiguous() and gradient.is_contiguous())):
-        return gradient
-    with torch.no_grad():
-        return torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
-
-
-def _is_plain(gradient: torch.Tensor) -> bool:
-    """Whether more can be added to it in place: the parts of a sparse one may be expanded."""
-    if gradient.layout is not torch.sparse_coo:
-        return True
-    return gradient._indices().is_contiguous() and gradient._values().is_contiguous()

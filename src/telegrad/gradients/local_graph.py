@@ -2,8 +2,8 @@
 
 A walk remembers the answer for every node that it came through, so that many Sends over one history cost one
 walk. The answer is a small set, however long the history is: where it would grow beyond a few members, a group
-takes their place (see log.py). Of leaves it is enough to know all: those that a pass does not come to are not
-touched by it.
+takes their place (see dependency_log.py). Of leaves it is enough to know all: a pass does not touch those that it does
+not come to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FEW = 8
 
 
 class Graph:
-    """What walks have found so far. `new_group` gives a group its id."""
+    """The findings of all walks so far. `new_group` gives a group its id."""
 
     __slots__ = ("_new_group", "checkpoints", "known", "leaves")
 
@@ -33,7 +33,7 @@ class Graph:
         self.checkpoints: list[Node] = []  # reentrant ones, which run an engine call of their own
 
     def walk(self, starts: Iterable[Edge]) -> Reach:
-        """What the edges lead to together."""
+        """Returns what the edges lead to together."""
         known = self.known
         reach = NOTHING
         for node, _ in starts:
@@ -43,7 +43,7 @@ class Graph:
         return reach
 
     def walk_once(self, starts: Iterable[Edge]) -> tuple[Reach, list[Node], list[Node]]:
-        """The same, but nothing new is remembered; and the leaves and checkpoints that are new."""
+        """Does the same, but remembers nothing new. Returns also the leaves and checkpoints that are new."""
         nodes, leaves, checkpoints = len(self.known), len(self.leaves), len(self.checkpoints)
         reach = self.walk(starts)
         found = reach, self.leaves[leaves:], self.checkpoints[checkpoints:]
@@ -102,7 +102,7 @@ class Graph:
             node = next
 
     def _end(self, node: Node) -> Reach:
-        """Of a leaf, or of a Recv."""
+        """Returns what a leaf or a Recv leads to."""
         if node.__class__ is AccumulateGrad:
             self.leaves.append(node)
             return NOTHING
@@ -120,7 +120,7 @@ class Graph:
 
 
 def leads_to(start: Node, targets: set[tuple[Node, int]], known: dict[Node, bool]) -> bool:
-    """Whether a node leads to one of these edges. `known` is what was found before for the same targets."""
+    """Says whether a node leads to one of these edges. `known` is what was found before for the same targets."""
     stack: list[tuple[Node, bool]] = [(start, False)]
     while stack:
         node, visited = stack.pop()
@@ -128,7 +128,7 @@ def leads_to(start: Node, targets: set[tuple[Node, int]], known: dict[Node, bool
             continue
         edges = [edge for edge in node.next_functions if edge[0] is not None]
         if not visited:
-            known[node] = False  # the graph has no cycles: nobody asks before it is known
+            known[node] = False  # the graph has no cycles: this is not read before it is known
             stack.append((node, True))
             stack.extend((next, False) for next, _ in edges if next not in known)
         else:
@@ -137,15 +137,9 @@ def leads_to(start: Node, targets: set[tuple[Node, int]], known: dict[Node, bool
 
 
 def find_received(starts: Iterable[Edge], id: int) -> Node | None:
-    """The Recv of a tensor, among all that the edges lead to. For an error's text: it looks at everything."""
-    waiting = [node for node, _ in starts if node is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if type(node) is RecvNode and node.id == id:  # type: ignore[attr-defined]
-            return node
-        for next, _ in node.next_functions:
-            if next is not None and next not in seen:
-                seen.add(next)
-                waiting.append(next)
-    return None
+    """Returns the Recv of a tensor, among all that the edges lead to. For an error's text: it looks at everything."""
+    graph = Graph(lambda members: -1)
+    graph.walk(starts)
+    found = next((node for node in graph.known if type(node) is RecvNode and node.id == id), None)  # type: ignore[attr-defined]
+    graph.clear()
+    return found

@@ -6,12 +6,11 @@
     Wait    in front of the Sends (and leaves) of a message, for one pass: its backward waits for the gradients
     Beacon  stands by itself and runs first: it tells which pass an engine call belongs to
 
-There is one Send and one Recv for each tensor: what leads to one that was not used must not run, though another
-one of the same message was.
+Each tensor has its own Send and Recv: what leads to a tensor that was not used must not run, though another tensor of
+the same message was used.
 
-The nodes hold numbers only, never the pass or the context. torch holds them where the garbage collector
-cannot look, so a cycle through them would live for ever. Which pass a backward belongs to is asked of the
-engine: see `running`.
+The nodes hold numbers only, never the pass or the context. torch holds them where the garbage collector cannot look,
+so a cycle through them would live for ever. `running` asks the engine which pass a backward belongs to.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
@@ -27,30 +26,18 @@ from torch.utils.checkpoint import CheckpointFunction
 from .._torch import DisableTorchFunctionSubclass, bind_apply, current_graph_task_id
 from ..errors import GradientError
 from ..primitives import current
-from ..primitives.current import Serving
+
+if TYPE_CHECKING:
+    from .local_pass import EngineCall
 
 # Higher than any other but AccumulateGrad's: of all nodes that are ready the engine takes the highest first.
 _FIRST = 2**62
 _SOON = _FIRST - 1  # of Recvs: a gradient that is there goes out before anything else is computed
 
 
-class Running(Protocol):
-    """A pass on this worker, while torch's engine runs it."""
-
-    pass_id: int
-    worker: Any
-    serving: Serving | None
-
-    @property
-    def context_id(self) -> int: ...
-    def wait_for(self, message: int) -> None: ...
-    def take(self, sent: int) -> torch.Tensor | None: ...
-    def post(self, recv: Any, gradient: torch.Tensor | None) -> None: ...
-
-
 # By torch's own number of the engine call. The numbers are the process's, and so is this; its single operations
 # are atomic. An entry is there only while its engine call runs.
-_running: dict[int, Running] = {}
+_running: dict[int, EngineCall] = {}
 # By thread: engine calls that have begun and whose Beacon has not run yet. A device's nodes, which torch runs on a
 # thread of their own, may come before it; they wait. Empty where there are no devices.
 _before_beacon: dict[int, threading.Event] = {}
@@ -58,34 +45,34 @@ _LONGEST_START = 60.0  # seconds; the engine counts dependencies before it runs 
 
 
 class _Thread(threading.local):
-    starting: Running | None = None  # what the next engine call of this thread belongs to
+    starting: EngineCall | None = None  # that this thread is about to begin
 
 
 _thread = _Thread()
 
 
-def running() -> Running | None:
-    """The pass that this code runs in, as part of torch's engine call for it; None elsewhere."""
+def running() -> EngineCall | None:
+    """Returns the engine call that this code runs in; None outside of passes."""
     task = current_graph_task_id()
     if task < 0:
         return None
-    pass_ = _running.get(task)
-    if pass_ is None and _before_beacon:
+    call = _running.get(task)
+    if call is None and _before_beacon:
         own = threading.get_ident()
         for thread, has_run in list(_before_beacon.items()):
             if thread != own:
                 has_run.wait(_LONGEST_START)
-        pass_ = _running.get(task)
-    return pass_
+        call = _running.get(task)
+    return call
 
 
 current.engine_pass = running
 
 
-def starting(pass_: Running | None) -> None:
-    """Says what this thread's next engine call belongs to. It must start from the Beacon, too."""
-    _thread.starting = pass_
-    if pass_ is not None and has_devices():
+def starting(call: EngineCall | None) -> None:
+    """Says which engine call this thread is about to begin. It must start from the Beacon, too."""
+    _thread.starting = call
+    if call is not None and has_devices():
         _before_beacon[threading.get_ident()] = threading.Event()
     else:
         _has_started()
@@ -97,7 +84,7 @@ def _has_started() -> None:
 
 
 def _in_child() -> None:
-    """In a fork: engine calls of threads that are not there."""
+    """Forgets, in a fork, the engine calls of threads that are not there."""
     _running.clear()
     _before_beacon.clear()
 
@@ -106,14 +93,16 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def has_devices() -> bool:
-    """Whether torch may run nodes on threads of its own."""
+    """Says whether torch may run nodes on threads of its own."""
     return bool(torch.cuda.is_initialized())
 
 
-def forget(pass_: Running) -> None:
-    """The engine call is over."""
-    for task in [task for task, found in list(_running.items()) if found is pass_]:
-        _running.pop(task, None)
+def ended(call: EngineCall) -> None:
+    """Forgets this thread's engine call, which is over."""
+    starting(None)
+    for task, found in list(_running.items()):
+        if found is call:
+            _running.pop(task, None)
 
 
 class Beacon(torch.autograd.Function):
@@ -123,9 +112,9 @@ class Beacon(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        pass_, _thread.starting = _thread.starting, None
-        if pass_ is not None:
-            _running[current_graph_task_id()] = pass_
+        call, _thread.starting = _thread.starting, None
+        if call is not None:
+            _running[current_graph_task_id()] = call
             _has_started()
         return None
 
@@ -139,10 +128,10 @@ class Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        pass_ = running()
-        if pass_ is None:
+        call = running()
+        if call is None:
             raise GradientError(f"the Send of tensor {ctx.id} was run outside of a backward pass")
-        return None, pass_.take(ctx.id)
+        return None, call.take(ctx.id)
 
 
 class Recv(torch.autograd.Function):
@@ -162,14 +151,14 @@ class Recv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        pass_ = running()
-        if pass_ is None:
+        call = running()
+        if call is None:
             raise GradientError(
                 f"a backward pass reached a tensor received from another worker (message {ctx.message}, context "
                 f"{ctx.context}) and cannot go on there. Use telegrad.autograd.backward(context_id, [loss]) instead of "
                 "loss.backward(), or detach() what was received"
             )
-        pass_.post(ctx, gradient)
+        call.post(ctx, gradient)
         return None, None, None, None, None, None
 
 
@@ -187,11 +176,11 @@ class Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        pass_ = running()
-        if pass_ is None:
+        call = running()
+        if call is None:
             raise GradientError(f"the Wait for message {ctx.message} was run outside of a backward pass")
-        pass_.wait_for(ctx.message)
-        return None, None, *map(pass_.take, ctx.leaves), *(gradient,) * ctx.rest
+        call.wait_for(ctx.message)
+        return None, None, *map(call.take, ctx.leaves), *(gradient,) * ctx.rest
 
 
 # In graphs, profiles and anomaly mode these have the names that torch's own nodes have. A Wait stands for all that was
@@ -211,13 +200,11 @@ _recv_node.__eq__ = _is_of_same_message
 _recv_node.__hash__ = object.__hash__
 
 # torch's Function.apply, without what it does for transforms (vmap and the like) that none of these nodes meets.
-_apply = bind_apply
-_apply_beacon, _apply_send = _apply(None, Beacon), _apply(None, Send)
-_apply_recv, _apply_wait = _apply(None, Recv), _apply(None, Wait)
+_apply_beacon, _apply_send, _apply_recv, _apply_wait = (bind_apply(None, kind) for kind in (Beacon, Send, Recv, Wait))
 
 
 def make_beacon() -> torch.Tensor:
-    """Its token. It can be used any number of times, by any thread."""
+    """Makes a Beacon; returns its token. It can be used any number of times, by any thread."""
     with torch.enable_grad(), torch.inference_mode(False):
         token: torch.Tensor = _apply_beacon(torch.empty(0, requires_grad=True))
     token.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
@@ -225,7 +212,7 @@ def make_beacon() -> torch.Tensor:
 
 
 def make_send(id: int, tensor: torch.Tensor) -> torch.Tensor:
-    """A Send; its token."""
+    """Makes a Send; returns its token."""
     if torch.is_grad_enabled() and type(tensor) is torch.Tensor:
         token: torch.Tensor = _apply_send(id, tensor)
     else:
@@ -243,7 +230,7 @@ def make_send(id: int, tensor: torch.Tensor) -> torch.Tensor:
 # interpreter lock: a deadlock, if two threads come to a leaf at the same time. Plain operations let the interpreter
 # lock go first. So for a leaf that is to go into a Wait, one of these makes the node, and keeps it.
 def alias_of(leaf: torch.Tensor) -> torch.Tensor | None:
-    """A view of a leaf, whose history keeps the leaf's own node; None of a sparse one, which has no views."""
+    """Makes a view of a leaf, whose history keeps the leaf's own node; None for a sparse leaf, which has no views."""
     if leaf.layout is not torch.strided:
         return None
     if torch.is_grad_enabled() and type(leaf) is torch.Tensor and not torch.is_inference_mode_enabled():
@@ -253,7 +240,7 @@ def alias_of(leaf: torch.Tensor) -> torch.Tensor | None:
 
 
 def make_recvs(message: int, ids: Sequence[int], context: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of a message, each with a Recv as its history."""
+    """Returns the tensors of a message, each with a Recv as its history."""
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return make_recvs(message, ids, context, tensors)
@@ -266,19 +253,14 @@ def make_recvs(message: int, ids: Sequence[int], context: int, tensors: Sequence
 
 
 def make_wait(message: int, leaves: tuple[int, ...], inputs: list[torch.Tensor]) -> torch.Tensor:
-    """A Wait; its token. The engine comes to it when there is nothing else to do."""
+    """Makes a Wait; returns its token. The engine comes to it when there is nothing else to do."""
     with torch.enable_grad(), DisableTorchFunctionSubclass():
         token: torch.Tensor = _apply_wait(message, leaves, *inputs)
     token.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
     return token
 
 
-def _type_of_leaf_nodes() -> type:
-    with torch.inference_mode(False):
-        token = make_send(0, torch.empty(0, requires_grad=True))
-    return type(token.grad_fn.next_functions[0][0])  # type: ignore[union-attr]
-
-
-AccumulateGrad = _type_of_leaf_nodes()
+with torch.inference_mode(False):
+    AccumulateGrad: type = type(torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 RecvNode: type = Recv._backward_cls
 CheckpointNode: type = CheckpointFunction._backward_cls

@@ -1,13 +1,14 @@
-"""This worker's parts in passes: their table, what comes for them, and what their state says is to be done.
+"""This worker's parts in passes: their table, the messages that come for them, and what follows.
 
-on_begin, on_gradients, on_end   a message of a pass -> the pure state (backward_pass.py) -> carried out at once, or
-                                 returned, to be run by somebody who does not read
-carry_out                        starts the engine call, reports to the root, adds gradients up, forgets
+    on_begin, on_gradients, on_end   a message of a pass -> the pure state (backward_pass.py) -> carry_out
+    carry_out                        runs torch's engine (local_pass.py), reports to the root, adds gradients up
+
+A thread that reads carries out only what takes no time, and returns the rest as a task for another thread.
 """
 
 from __future__ import annotations
 
-import threading
+from _thread import RLock  # threading.RLock is Python code
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -15,27 +16,16 @@ from typing import Any
 
 import torch
 
-from ..errors import (
-    GradientError,
-    NotStartedError,
-    PeerLostError,
-    TooLargeError,
-    UnknownContextError,
-    text_of,
-)
+from ..errors import NotStartedError, PeerLostError, TooLargeError, UnknownContextError, text_of
 from ..events import logger
 from ..messages import Autograd, Begin, Done, Envelope, Gradients, Kind, Member, sender_of, shortened
 from ..options import SHARED_MEMORY_FROM
 from ..primitives import clock, current
-from ..primitives.waiter import Waiter
 from .backward_pass import Commit, Discard, Interrupt, Late, Part, PartInstruction, Report, Start, State, Wake
 from .contexts import Context, Contexts
-from .dependency_log import flatten_groups
 from .diagnosis import PartState
-from .host import Host, Task, disbelieve, tell
-from .local_graph import Node
-from .local_pass import Gradient, LocalPass, Surroundings
-from .nodes import make_beacon
+from .host import Host, Task, tell
+from .local_pass import EngineCall, Gradient, LocalPass
 from .torch_modes import applied
 
 _TOMBSTONES = 10_000
@@ -44,28 +34,24 @@ _GRACE = 5.0  # seconds that a participant waits longer than its root
 
 
 class Parts:
-    """Of one worker. `report_here` gets what a part reports whose pass was begun on this worker."""
+    """All parts of one worker. `report_here` takes the report of a part whose pass was begun on this worker."""
 
-    host: Host
-    report_here: Callable[[LocalPass, BaseException | None], None]
-
-    def __init__(self, member: Member, contexts: Contexts) -> None:
+    def __init__(
+        self,
+        member: Member,
+        contexts: Contexts,
+        host: Host,
+        report_here: Callable[[LocalPass, BaseException | None], None],
+    ) -> None:
         self._name = member.name
         self._id = member.id
         self._contexts = contexts
-        self._lock = threading.RLock()  # guards all below; held for a moment only
+        self._host = host
+        self._report_here = report_here
+        self._lock = RLock()  # guards all below; held for a moment only
         self._passes: dict[int, LocalPass] = {}
         self._over: OrderedDict[int, None] = OrderedDict()  # tombstones
         self._closed = False
-        self._around = Surroundings(
-            member.id,
-            self.wait,
-            self._decode,
-            self._post_gradients,
-            contexts.find_sent,
-            self._received_in,
-            make_beacon(),
-        )
 
     def __len__(self) -> int:
         return len(self._passes)
@@ -78,17 +64,16 @@ class Parts:
             return list(self._passes.values())
 
     def of_context(self, context_id: int) -> list[LocalPass]:
+        if not self._passes:
+            return []
         return [local for local in self.all() if local.context is not None and local.context.id == context_id]
 
-    def new_of_root(self, pass_id: int) -> LocalPass:
-        """The part of the worker that begins a pass. It is not among the others yet."""
-        return LocalPass(pass_id, self._around, Part(is_root=True))
-
     def add(self, local: LocalPass) -> None:
-        """
+        """Adds the part of the pass's root.
+
         Raises:
             NotStartedError: this worker has shut down.
-            UnknownContextError: its context has ended.
+            UnknownContextError: the context has ended.
         """
         assert local.context is not None
         with self._lock:
@@ -101,66 +86,49 @@ class Parts:
                 self._passes.pop(local.pass_id, None)
             self._contexts.get(local.context.id)
 
-    def messages_of(self, local: LocalPass) -> set[int]:
-        """The messages that this worker has sent and whose gradients will come.
-
-        Raises:
-            GradientError: this worker has sent no such message.
-        """
-        begin, context = local.begin, local.context
-        assert begin is not None
-        assert context is not None
-        return {self._contexts.find_sent(context, id).message for id in begin.sends}
-
-    # -- what comes for them: while reading, so nothing may block or run users' code -------------------
+    # -- messages: on threads that read, so nothing may block or run users' code -----------------------
 
     def on_begin(self, begin: Begin, depth: int) -> Task | None:
         root_id = sender_of(begin.pass_id)
         context = self._contexts.get_or_make(begin.context)
-        local = None if context is None else self._local(begin.pass_id)
+        local = None if context is None else self._find_or_make(begin.pass_id)
         if local is None or context is None:
             what = f"the begin of pass {begin.pass_id} came after the end of it or its context"
             logger.info("%s", what)
             self.on_end(begin.pass_id, what)  # gradients may have come before
+            # The root would wait for this worker until its time is over.
             ended = UnknownContextError(
                 f"{what} {begin.context} on worker {self._name!r}: what it had for the context is gone there"
             )
-            return partial(self._refuse, begin.pass_id, root_id, ended)
+            refusal = Done(begin.pass_id, self._host.encode_error(ended, root_id))
+            return partial(tell, self._host, root_id, Kind.DONE, refusal)
         context.heard_from.add(root_id)
         local.context, local.begin, local.depth = context, begin, depth
-        local.root_name = self.host.name_of(root_id)
         if begin.timeout is not None:
             local.deadline = clock.now() + begin.timeout + _GRACE
-        try:
-            messages = self.messages_of(local)
-        except GradientError as error:
-            failed = error
-            return self._later(local, local.on(lambda part: part.on_local_end(failed)))
-        return self._later(local, local.on(lambda part: part.on_begin(messages)))
-
-    def _refuse(self, pass_id: int, root_id: int, error: BaseException) -> None:
-        """Tells a root that its pass cannot be begun here: it would wait for this worker until its time is over."""
-        tell(self.host, root_id, Kind.DONE, Done(pass_id, self.host.encode_error(error, root_id)))
+        return self._while_reading(local, local.begins(self._contexts))
 
     def on_gradients(self, peer: int, envelope: Envelope, frames: Any) -> Task | None:
+        """Keeps the gradients of a message. They are decoded when the engine comes to them."""
         autograd, message = envelope.autograd, envelope.reply_to
         pass_id = autograd.during if autograd is not None else 0
         context = self._contexts.live.get(autograd.context) if autograd is not None else None
         sent = None if context is None else context.sends.get(message)
         if sent is None:  # it was sent in another context, or there is no such message any more
-            receiver = self._contexts.receiver_of(message)
-        else:
-            receiver = sent.to
+            sent = self._contexts.find_sent_anywhere(message)
         is_over = pass_id in self._over or context is None
-        if receiver != peer and not is_over:
-            what = f"gradients of message {message}, which it was not sent"
-            disbelieve(self._name, self.host.name_of(peer), peer, what)
+        if not is_over and (sent is None or sent.to != peer):
+            self.disbelieve(peer, f"gradients of message {message}, which it was not sent")
             return None
-        local = None if is_over else self._local(pass_id)
+        local = None if is_over else self._find_or_make(pass_id)
         if local is None:
-            logger.info("the gradients of message %d came after the end of pass %d", envelope.reply_to, pass_id)
+            logger.info("the gradients of message %d came after the end of pass %d", message, pass_id)
             return None
-        return self._later(local, local.keep(envelope.reply_to, (envelope, frames)))
+        with local.lock:
+            instructions = local.part.on_gradients(message)
+            if message in local.part.arrived and not local.interrupted:
+                local.frames.setdefault(message, (envelope, frames))
+        return self._while_reading(local, instructions)
 
     def on_end(self, pass_id: int, aborted: str) -> Task | None:
         local = self._passes.get(pass_id)
@@ -168,125 +136,153 @@ class Parts:
             with self._lock:
                 self._bury_locked(pass_id)
             return None
-        return self._later(local, local.on(lambda part: part.on_end(aborted)), aborted)
+        with local.lock:
+            instructions = local.part.on_end(aborted)
+        return self._while_reading(local, instructions, aborted)
 
-    def _local(self, pass_id: int) -> LocalPass | None:
-        """This worker's part in a pass; None if that is over."""
+    def _find_or_make(self, pass_id: int) -> LocalPass | None:
+        """Returns this worker's part in a pass; None if that is over."""
         with self._lock:
             if pass_id in self._over or self._closed:
                 return None
             local = self._passes.get(pass_id)
             if local is None:
-                local = self._passes[pass_id] = LocalPass(pass_id, self._around, Part())
+                local = self._passes[pass_id] = LocalPass(pass_id, Part())
             return local
 
-    def _later(self, local: LocalPass, instructions: list[PartInstruction], reason: str = "") -> Task | None:
-        """Carries out at once what takes no time; the rest is returned."""
-        rest: list[PartInstruction] = []
-        for instruction in instructions:
-            if isinstance(instruction, Start | Report) or (
-                # What goes to `.grad` must be there before any call that was sent after the end is run.
-                isinstance(instruction, Commit) and not (local.begin is not None and local.begin.into_grad)
-            ):
-                rest.append(instruction)
-            else:
-                self._carry_out_one(local, instruction, reason)
-        self._on_settled(local)
-        return partial(self.carry_out, local, rest) if rest else None
+    def disbelieve(self, peer: int, what: str) -> None:
+        """Warns of a message that its sender had no right to send, and that is dropped."""
+        name = self._host.name_of(peer)
+        logger.warning("worker %r: worker %r (id %d) has sent %s; this is dropped", self._name, name, peer, what)
 
     # -- what is to be done ----------------------------------------------------------------------------
 
     def end(self, local: LocalPass, aborted: str) -> None:
-        """The root's last word; or the root is gone, or the context is."""
-        self.carry_out(local, local.on(lambda part: part.on_end(aborted)), aborted)
+        """Ends a part: the root has said the last word, or it is gone, or the context is."""
+        with local.lock:
+            instructions = local.part.on_end(aborted)
+        self.carry_out(local, instructions, aborted)
 
-    def fail(self, local: LocalPass, error: BaseException) -> None:
-        """Something went wrong here."""
-        self.carry_out(local, local.on(lambda part: part.on_local_end(error)))
+    def _on_local_end(self, local: LocalPass, error: BaseException | None) -> None:
+        """Notes that the engine is done here, or that something went wrong here."""
+        with local.lock:
+            instructions = local.part.on_local_end(error)
+        self.carry_out(local, instructions)
+
+    def _while_reading(self, local: LocalPass, instructions: list[PartInstruction], reason: str = "") -> Task | None:
+        """Carries out at once what takes no time; the rest is returned."""
+        slow: tuple[type, ...] = (Start, Report, Commit)
+        if local.begin is not None and local.begin.into_grad:
+            slow = (Start, Report)  # `.grad` must be there before any call that was sent after the end is run
+        now: list[PartInstruction] = []
+        later: list[PartInstruction] = []
+        for instruction in instructions:
+            (later if isinstance(instruction, slow) else now).append(instruction)
+        if now or local.part.is_over:
+            self.carry_out(local, now, reason)
+        return partial(self.carry_out, local, later) if later else None
 
     def carry_out(self, local: LocalPass, instructions: list[PartInstruction], reason: str = "") -> None:
         for instruction in instructions:
-            self._carry_out_one(local, instruction, reason)
-        self._on_settled(local)
-
-    def _carry_out_one(self, local: LocalPass, instruction: PartInstruction, reason: str) -> None:
-        match instruction:
-            case Start():
-                self._run_part(local)
-            case Wake(message):
-                local.wake(message)
-            case Interrupt():
-                local.interrupt(reason or "it failed")
-            case Report(error):
-                self._report(local, error)
-            case Commit():
-                self._commit(local)
-            case Discard():
-                self._forget(local)
-            case Late(what):
-                logger.info("worker %r: %s came after the end of pass %d", self._name, what, local.pass_id)
-
-    def _on_settled(self, local: LocalPass) -> None:
+            match instruction:
+                case Start():
+                    self._run(local)
+                case Wake(message):
+                    with local.lock:
+                        waiter = local.waiters.pop(message, None)
+                    if waiter is not None:
+                        waiter.set_done()
+                case Interrupt():
+                    local.interrupt(self._id, reason or "it failed")
+                case Report(error):
+                    self._report(local, error)
+                case Commit():
+                    self._commit(local)
+                case Discard():
+                    self._forget(local)
+                case Late(what):
+                    logger.info("worker %r: %s came after the end of pass %d", self._name, what, local.pass_id)
         if local.part.is_over:
-            with local.lock:
-                settled = local.settled
-            if settled is not None:
-                settled.set_done()
+            local.settled.set_done()
 
-    def _run_part(self, local: LocalPass) -> None:
+    def _run(self, local: LocalPass) -> None:
         error: BaseException | None = None
-        events, running = self.host.events, None
+        events, running = self._host.events, None
         if events.subscribers:
-            running = events.span("pass", "pass", local.pass_id, self.host.name_of(sender_of(local.pass_id)))
+            running = events.span("pass", "pass", local.pass_id, self._host.name_of(sender_of(local.pass_id)))
         try:
+            call = EngineCall(local, self._contexts, self._host, self._post_gradients)
             if local.on_own_thread:
-                local.run()
+                call.run()
             else:
                 assert local.begin is not None
                 with applied(local.begin.modes):
-                    local.run()
+                    call.run()
         except BaseException as raised:
             error = raised
         if running is not None:
             running.end()
         try:
-            self.carry_out(local, local.on(lambda part: part.on_local_end(error)))
+            self._on_local_end(local, error)
         finally:
             error = None  # its traceback has this frame: only the collector would find the two
+
+    def _post_gradients(
+        self, local: LocalPass, message: int, gradients: tuple[Gradient, ...], *, done: bool = False
+    ) -> None:
+        """Sends the gradients of a received message. Another thread writes what is large."""
+        context, begin = local.context, local.begin
+        assert context is not None
+        assert begin is not None
+        autograd = Autograd(context.id, during=local.pass_id, done=done)
+        envelope = Envelope(Kind.GRADIENTS, self._host.new_message_id(), message, autograd=autograd)
+        tracked = context if begin.create_graph else None
+        left = None if local.deadline is None else max(0.0, local.deadline - clock.now())
+        post = partial(self._host.post, sender_of(message), envelope, Gradients(gradients), left, tracked)
+        if done or sum(map(_size_of, gradients)) < SHARED_MEMORY_FROM:
+            post()
+        else:
+            self._host.submit(partial(self._post_large, local, post))
+
+    def _post_large(self, local: LocalPass, post: Task) -> None:
+        try:
+            post()
+        except Exception as error:
+            self._on_local_end(local, error)
 
     def _report(self, local: LocalPass, error: BaseException | None) -> None:
         root_id = sender_of(local.pass_id)
         if root_id == self._id:
-            self.report_here(local, error)
+            self._report_here(local, error)
             return
         try:
             if error is None and local.last is not None:
                 last, local.last = local.last, None
                 self._post_gradients(local, *last, done=True)
             else:
-                self._post_done(local, root_id, error)
+                self._post_done(local.pass_id, root_id, error)
         except PeerLostError as lost:
             logger.info("the root of pass %d is gone: %s", local.pass_id, lost)
             self.end(local, "its root is gone")
         except Exception as failed:
             if error is not None:
                 raise
-            self.fail(local, failed)
+            self._on_local_end(local, failed)
         else:
             if error is not None:
                 self._forget(local)
 
-    def _post_done(self, local: LocalPass, root_id: int, error: BaseException | None) -> None:
-        failure = None if error is None else self.host.encode_error(error, root_id)
-        envelope = Envelope(Kind.DONE, self.host.new_message_id())
+    def _post_done(self, pass_id: int, root_id: int, error: BaseException | None) -> None:
+        failure = None if error is None else self._host.encode_error(error, root_id)
+        envelope = Envelope(Kind.DONE, self._host.new_message_id())
         try:
-            self.host.post(root_id, envelope, Done(local.pass_id, failure), None, None)
+            self._host.post(root_id, envelope, Done(pass_id, failure), None, None)
         except TooLargeError:
             assert failure is not None
-            self.host.post(root_id, envelope, Done(local.pass_id, shortened(failure)), None, None)
+            self._host.post(root_id, envelope, Done(pass_id, shortened(failure)), None, None)
 
     def _commit(self, local: LocalPass) -> None:
-        """Any number of times, by whoever needs it first."""
+        """Adds the gradients of a part to the context's, or to `.grad`. Any number of times."""
         context, begin = local.context, local.begin
         assert context is not None
         assert begin is not None
@@ -301,7 +297,7 @@ class Parts:
         except Exception as error:
             if local.part.is_root:
                 raise
-            # Without its traceback: whoever keeps the log must not keep the frames, and what they hold.
+            # Without its traceback: a log handler that keeps it would keep the frames, and what they hold.
             logger.error("the gradients of pass %d could not be added up: %s", local.pass_id, text_of(error))
         finally:
             self._forget(local)
@@ -320,102 +316,54 @@ class Parts:
         if len(self._over) > _TOMBSTONES:
             self._over.popitem(last=False)
 
-    # -- what a running part needs ---------------------------------------------------------------------
-
-    def _received_in(self, local: LocalPass) -> list[Node]:
-        """The Recvs that a pass comes to on this worker."""
-        assert local.begin is not None
-        if local.begin.wanted is not None:
-            ids = set(local.begin.wanted)
-        else:
-            ids = {id for sent in local.sent.values() for id in sent.reach} | local.roots.reach
-            if any(id < 0 for id in ids):
-                ids = flatten_groups(ids, self._contexts.log.closure(ids))
-        return [self._contexts.find_received(id) for id in ids]
-
-    def wait(self, waiter: Waiter, peer: int, deadline: float | None, watch: Any = None) -> None:
-        if not waiter.done:
-            self.host.wait(waiter, peer, deadline, watch)
-
-    def _decode(self, envelope: Envelope, frames: Any) -> tuple[Gradient, ...]:
-        return self.host.decode(envelope, frames).gradients  # type: ignore[no-any-return]
-
-    def _post_gradients(
-        self, local: LocalPass, message: int, gradients: tuple[Gradient, ...], *, done: bool = False
-    ) -> None:
-        """Never blocks for long: what is large is written by another thread."""
-        context, begin = local.context, local.begin
-        assert context is not None
-        assert begin is not None
-        autograd = Autograd(context.id, during=local.pass_id, done=done)
-        envelope = Envelope(Kind.GRADIENTS, self.host.new_message_id(), message, autograd=autograd)
-        tracked = context if begin.create_graph else None
-        left = None if local.deadline is None else max(0.0, local.deadline - clock.now())
-        post = partial(self.host.post, sender_of(message), envelope, Gradients(gradients), left, tracked)
-        if done or sum(map(_size_of, gradients)) < SHARED_MEMORY_FROM:
-            post()
-        else:
-            self.host.submit(partial(self._post_later, local, post))
-
-    def _post_later(self, local: LocalPass, post: Task) -> None:
-        try:
-            post()
-        except Exception as error:
-            self.fail(local, error)
-
-    # -- what others ask -------------------------------------------------------------------------------
+    # -- questions -------------------------------------------------------------------------------------
 
     def settle(self, context: Context) -> None:
-        """Passes that are done here but have not heard the root's last word are waited for: it is on its way."""
+        """Waits for the root's last word on passes that are done here: it is on its way."""
         for local in self.of_context(context.id):
-            # Not in a hook of that very pass, whose root waits for us.
+            # Not in a hook of that very pass, whose root waits for this worker.
             if local.part.state is State.REPORTED and local.pass_id != current.current_pass_id():
-                self._wait_settled(local)
+                serving = current.current_serving()
+                deadline = serving.deadline if serving else local.deadline
+                self._host.wait(local.settled, sender_of(local.pass_id), deadline, None)
             if local.part.state is State.FINISHED:
                 self._commit(local)
 
-    def _wait_settled(self, local: LocalPass) -> None:
-        with local.lock:
-            if local.part.is_over:
-                return
-            settled = local.settled or Waiter()
-            local.settled = settled
-        serving = current.current_serving()
-        self.wait(settled, sender_of(local.pass_id), serving.deadline if serving else local.deadline)
-
     def state_of(self, context_id: int, pass_id: int) -> PartState | None:
-        """How far a pass is here, or was when it failed; None if nothing is known of it."""
+        """Says how far a pass is here, or was when it failed; None if nothing is known of it."""
         local, context = self._passes.get(pass_id), self._contexts.find(context_id)
         if local is not None:
-            return local.describe()
+            return local.describe(self._id)
         failed = None if context is None else context.failed
         return failed if failed is not None and failed.pass_id == pass_id else None
 
     def states_of(self, context_id: int) -> list[PartState]:
-        """How far the passes of a context are here: those that run; with none, the last one if that has failed."""
-        states = [local.describe() for local in self.of_context(context_id)]
+        """Says how far the passes of a context are here: those that run; with none, the last one if it has failed."""
+        states = [local.describe(self._id) for local in self.of_context(context_id)]
         context = self._contexts.find(context_id)
         if not states and context is not None and context.failed is not None:
             states.append(context.failed)
         return states
 
     def roots_of(self, context_id: int) -> list[torch.Tensor]:
-        """What passes that run start from, if they were begun here."""
+        """Returns the roots of passes that run and were begun here."""
         return [root for local in self.of_context(context_id) for root in local.roots.tensors]
 
     # -- ends ------------------------------------------------------------------------------------------
 
     def on_lost(self, peer: int, name: str, lost: PeerLostError) -> None:
-        """A worker is gone: the parts of its passes end, and those that wait for it fail."""
+        """Ends the parts in passes of a worker that is gone; those that wait for it fail."""
         for local in self.all():
             if sender_of(local.pass_id) == peer:
                 self.end(local, f"its root, worker {name!r}, is gone")
-            elif peer in local.awaited_from.values() and not local.part.is_root:
+            elif not local.part.is_root and any(sent.to == peer for sent in local.sent.values()):
                 # The root will know as well, but perhaps not as soon.
-                self.carry_out(local, local.on(lambda part: part.on_lost(lost)))
+                with local.lock:
+                    instructions = local.part.on_lost(lost)
+                self.carry_out(local, instructions)
 
     def end_early_ones(self) -> None:
-        """Forgets gradients whose pass never began."""
+        """Drops gradients whose pass never began."""
         before = clock.now() - _EARLY
         for local in self.all():
             if local.part.state is State.EARLY and local.since < before:

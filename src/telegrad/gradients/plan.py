@@ -1,7 +1,7 @@
 """Planning a pass: what the roots lead to, and which Sends of which workers will get gradients.
 
 roots  -> their edges and gradients (checked_roots)
-edges  -> the Recvs that they lead to (local_graph.py) -> the closure over the log (log.py) -> a Plan
+edges  -> the Recvs that they lead to (local_graph.py) -> the closure over dependency_log.py -> a Plan
 """
 
 from __future__ import annotations
@@ -15,36 +15,31 @@ from ..errors import GradientError, UnknownContextError
 from ..messages import Entry, sender_of
 from .contexts import Context, Contexts
 from .dependency_log import MissingEntryError, flatten_groups, useful
-from .local_graph import Node, find_received, leads_to
-
-Edge = tuple[Node, int]
+from .local_graph import Edge, Node, find_received, leads_to
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who takes part in a pass, with which of the tensors that they have sent, and (for grad) which received ones
-    matter to whom."""
+    """The participants of a pass."""
 
-    sends: dict[int, tuple[int, ...]]  # by worker
-    wanted: dict[int, tuple[int, ...]] | None = None  # by worker
+    sends: dict[int, tuple[int, ...]]  # by worker: the tensors that it has sent and that will get gradients
+    wanted: dict[int, tuple[int, ...]] | None = None  # by worker, for grad(): the received tensors that matter
 
 
 class Planner:
-    """Of one worker."""
-
     def __init__(self, worker_id: int, contexts: Contexts, name_of: Callable[[int], str]) -> None:
         self._id = worker_id
         self._contexts = contexts
         self._name_of = name_of
 
     def plan(self, received: Iterable[int], edges: Sequence[Edge]) -> Plan:
-        """Everything that the edges lead to, through these received tensors."""
+        """Plans a pass over everything that the edges lead to, through these received tensors."""
         if not received:
             return Plan({})
-        return Plan(_by_worker(id for id in self._closure(received, edges) if id > 0))
+        return Plan(_by_worker(self._closure(received, edges)))
 
     def plan_for(self, context: Context, received: Iterable[int], edges: Sequence[Edge], targets: set[Edge]) -> Plan:
-        """Of all that the edges lead to, what leads on to the targets, which are this worker's."""
+        """Plans a pass over what leads from the edges to the targets, which are this worker's."""
         entries = self._closure(received, edges)
         known: dict[Node, bool] = {}
 
@@ -54,8 +49,7 @@ class Planner:
             edge = self._contexts.find_sent(context, id).edge
             return edge in targets or leads_to(edge[0], targets, known)
 
-        kept = useful(entries, is_source)
-        reached = {id for id in _closure_within(received, entries, kept) if id > 0}
+        reached = {id for id in useful(entries, is_source) if id > 0}
         wanted: dict[int, set[int]] = {self._id: flatten_groups(received, entries) & reached}
         for id in reached:
             wanted.setdefault(sender_of(id), set()).update(flatten_groups(entries[id].depends_on, entries) & reached)
@@ -74,26 +68,17 @@ class Planner:
             ) from None
 
 
-def _closure_within(received: Iterable[int], entries: dict[int, Entry], kept: set[int]) -> set[int]:
-    found: set[int] = set()
-    waiting = [id for id in received if id in kept]
-    while waiting:
-        id = waiting.pop()
-        if id not in found:
-            found.add(id)
-            waiting.extend(d for d in entries[id].depends_on if d in kept)
-    return found
-
-
 def _by_worker(ids: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    """Sorts tensors by the worker that has sent them. Groups are left out."""
     found: dict[int, list[int]] = {}
     for id in ids:
-        found.setdefault(sender_of(id), []).append(id)
+        if id > 0:
+            found.setdefault(sender_of(id), []).append(id)
     return {worker: tuple(sorted(own)) for worker, own in found.items()}
 
 
 def edge_of(tensor: torch.Tensor) -> Edge:
-    """Where its gradient goes."""
+    """Returns where the gradient of a tensor goes."""
     node = tensor.grad_fn
     if node is not None:
         return node, tensor.output_nr
@@ -102,8 +87,8 @@ def edge_of(tensor: torch.Tensor) -> Edge:
 
 
 def no_leaves(roots: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The roots, with a node in front of those that are leaves: a leaf's own runs before everything else, also before
-    it is known whose engine call it is."""
+    """Puts a node in front of roots that are leaves: a leaf's own would run before the Beacon, so before it is known
+    which pass the engine call belongs to."""
     if all(root.grad_fn is not None for root in roots):
         return roots
     with torch.enable_grad():
@@ -113,7 +98,7 @@ def no_leaves(roots: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 def checked_roots(
     roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
 ) -> tuple[list[Edge], tuple[torch.Tensor, ...]]:
-    """The edges of the roots, and their gradients: ones, unless others are given.
+    """Returns the edges of the roots, and their gradients: ones, unless others are given.
 
     Raises:
         GradientError: in this order: none given, no grad required, no scalar, no gradient function, gradients that

@@ -1,138 +1,220 @@
-"""The passes that were begun on this worker: begins them everywhere, waits for all reports, and says the last word.
+"""The engine of one worker: it begins passes as their root, takes part in others' (participant.py), ends contexts.
 
-    run       Begin to each participant, this worker's own part, End to each of them
-    on_done   a participant is done, or has failed: the pure state (backward_pass.py) says what that means
+    backward, grad   plan (plan.py): which Sends of which workers will get gradients; then Begin to each participant,
+                     this worker's own part, a report from each of them, and End to each of them
+    on_message       Begin, Gradients, Done, End and Release from other workers
 
-The engine call of a pass runs on the thread that has called backward(); never inside of another engine call.
+Threads that read call `on_message`: it never blocks and runs no user code. It returns what takes longer, as a task for
+another thread. The root's own part runs on the thread that has called backward(); never inside of another engine call.
 """
 
 from __future__ import annotations
 
-import threading
+from _thread import RLock  # threading.RLock is Python code
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+from msgspec.structs import replace
+
 from .._torch import current_graph_task_id
-from ..errors import BackwardError, CallTimeoutError, PeerLostError, text_of
+from ..errors import (
+    BackwardError,
+    CallTimeoutError,
+    GradientError,
+    NotStartedError,
+    PeerLostError,
+    UnknownContextError,
+    text_of,
+)
 from ..events import logger
-from ..messages import Begin, End, Envelope, Failure, Kind, Member
+from ..messages import Begin, Done, End, Envelope, Failure, Kind, Member, Release, sender_of
 from ..primitives import clock, current
+from ..primitives.interrupts import critical, interruptible
 from ..primitives.waiter import Waiter
-from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, RootInstruction
+from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, RootInstruction
 from .contexts import Context, Contexts
 from .diagnosis import explain, state_here
-from .host import Host, Task, disbelieve, tell
-from .local_pass import LatePassError, LocalPass, Roots
+from .host import Host, Task, tell
+from .local_pass import Gradient, LatePassError, LocalPass, Roots
 from .participant import Parts
-from .plan import Plan
+from .plan import Plan, Planner, checked_roots, edge_of, no_leaves
 from .torch_modes import current_modes
 
 _ASKING = 0.5  # seconds in which participants say what a failed pass awaited
-
-
-@dataclass(frozen=True)
-class How:
-    """What whoever begins a pass has said of it."""
-
-    retain_graph: bool
-    create_graph: bool
-    into_grad: bool
-    timeout: float | None  # None: no limit
 
 
 @dataclass(eq=False)
 class RootedPass:
     """A pass that was begun here."""
 
-    id: int
+    begin: Begin  # this worker's own
     state: BackwardPass
     # Guards `state`. Threads that read take it: held for a moment only.
-    lock: Any = field(default_factory=threading.RLock)
+    lock: Any = field(default_factory=RLock)
     waiter: Waiter = field(default_factory=Waiter)
     # Left to the thread that waits for the pass:
     finishing: list[RootInstruction] = field(default_factory=list)
     error: BaseException | None = None
     worker: int = -1  # where the error happened
 
-    def on(self, event: Callable[[BackwardPass], list[RootInstruction]]) -> list[RootInstruction]:
-        with self.lock:
-            return event(self.state)
 
+class Engine:
+    """Gradients on one worker."""
 
-class RootedPasses:
-    """Of one worker, whose parts `parts` has."""
-
-    host: Host
-
-    def __init__(self, member: Member, contexts: Contexts, parts: Parts) -> None:
+    def __init__(self, member: Member, contexts: Contexts) -> None:
+        self._member = member
         self._id = member.id
-        self._name = member.name
         self._contexts = contexts
-        self._parts = parts
         self._roots: dict[int, RootedPass] = {}  # by id; its single operations are atomic
-        parts.report_here = self._on_report_here
 
-    def __len__(self) -> int:
-        return len(self._roots)
+    def connect(self, host: Host) -> None:
+        """Gives the engine its worker. Before the first message comes."""
+        self.host = host
+        self.parts = Parts(self._member, self._contexts, host, self._on_report_here)
+        self._planner = Planner(self._id, self._contexts, host.name_of)
 
-    def run(self, context: Context, plan: Plan, roots: Roots, how: How) -> LocalPass:
-        """Runs a pass to its end on every worker. Returns this worker's part.
+    # -- what users call -------------------------------------------------------------------------------
 
-        Raises:
-            BackwardError: it failed.
-            UnknownContextError: the context has ended.
-            NotStartedError: this worker has shut down.
-        """
-        pass_id = self.host.new_message_id()
-        root = RootedPass(pass_id, BackwardPass(self._id, plan.sends))
-        self._roots[pass_id] = root
+    def backward(
+        self,
+        context_id: int,
+        roots: Sequence[torch.Tensor],
+        *,
+        grad_tensors: Sequence[Gradient] | None,
+        retain_graph: bool,
+        create_graph: bool,
+        into_grad: bool,
+        timeout: float | None,
+    ) -> None:
+        """Runs a backward pass, to its end on every worker. `timeout` None: no limit."""
+        with critical():
+            self._run(context_id, roots, grad_tensors, None, (timeout, retain_graph, create_graph, into_grad))
+
+    def grad(
+        self,
+        context_id: int,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        *,
+        grad_outputs: Sequence[Gradient] | None,
+        retain_graph: bool,
+        create_graph: bool,
+        timeout: float | None,
+    ) -> tuple[Gradient, ...]:
+        """Returns the gradients of the inputs, which are tensors of this worker. Nothing else is computed or kept."""
+        with critical():
+            options = (timeout, retain_graph, create_graph, False)
+            return self._run(context_id, outputs, grad_outputs, inputs, options).results
+
+    def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+        """Returns the gradients of this worker's leaves in a context, from all passes that are done."""
+        with critical():
+            context = self._contexts.get(context_id)
+            self.parts.settle(context)
+            with context.lock:
+                return context.gradients.copy()
+
+    def update_gradient(
+        self, context_id: int, leaf: torch.Tensor, callback: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> None:
+        """Replaces a leaf's gradient by what the callback makes of it; None leaves it as it is."""
+        with critical():
+            context = self._contexts.get(context_id)
+            self.parts.settle(context)
+            with context.lock:
+                gradient = context.gradients.get(leaf)
+            if gradient is None:
+                raise GradientError("The grad for the variable should exist in dist_autograd context.")
+            changed = interruptible(callback, gradient)  # outside of the lock: it is the user's
+            if changed is not None:
+                with context.lock:
+                    context.gradients.replace(leaf, changed)
+
+    def statistics(self) -> dict[str, int]:
+        contexts = self._contexts.all()
+        return {
+            "contexts": len(contexts),
+            "passes": len(self.parts),
+            "passes_begun_here": len(self._roots),
+            "sends": sum(len(c.sends) for c in contexts),
+            "received": sum(len(c.received) for c in contexts),
+            "gradients": sum(len(c.gradients) for c in contexts),
+            "log_entries": len(self._contexts.log),
+        }
+
+    @property
+    def busy(self) -> int:
+        return len(self.parts)  # passes that this worker takes part in now
+
+    # -- a pass that is begun here ---------------------------------------------------------------------
+
+    def _run(
+        self,
+        context_id: int,
+        tensors: Sequence[torch.Tensor],
+        given: Sequence[Gradient] | None,
+        inputs: Sequence[torch.Tensor] | None,
+        options: tuple[float | None, bool, bool, bool],  # of Begin: timeout, retain_graph, create_graph, into_grad
+    ) -> LocalPass:
+        """Plans a pass and runs it to its end on every worker. Returns this worker's part."""
+        context = self._contexts.get(context_id)
+        edges, gradients = checked_roots(tensors, given)
+        with context.lock:
+            reach, leaves, checkpoints = context.graph.walk_once(edges)
+        if inputs is None:
+            plan = self._planner.plan(reach, edges)
+            roots = Roots(no_leaves(tensors), gradients, leaves, checkpoints, reach)
+        else:
+            plan = self._planner.plan_for(context, reach, edges, {edge_of(tensor) for tensor in inputs})
+            roots = Roots(no_leaves(tensors), gradients, inputs=tuple(inputs))
+        begin = Begin(self.host.new_message_id(), context.id, (), *options, modes=current_modes())
+        begin = _share(begin, plan, self._id)
+        root = RootedPass(begin, BackwardPass(self._id, plan.sends))
+        local = LocalPass(begin.pass_id, Part(is_root=True))
+        serving = current.current_serving()
+        local.context, local.begin, local.roots = context, begin, roots
+        local.deadline = None if begin.timeout is None else clock.now() + begin.timeout
+        local.depth = serving.depth + 1 if serving else 1
+        self._roots[begin.pass_id] = root
         try:
             try:
-                local = self._own_part(root, context, plan, roots, how)
-                self._run_everywhere(root, local, plan, how)
+                self.parts.add(local)
+                if root.state.is_over:  # it failed before its part was there to be ended
+                    self.parts.end(local, "it has failed")
+                self._run_everywhere(root, local, plan)
             finally:
-                self._roots.pop(pass_id, None)
+                self._roots.pop(begin.pass_id, None)
             if root.error is not None:
-                self._raise(root, local)
+                self._raise(root, context)
             return local
         finally:
             root.error = None  # its traceback may have frames with the pass: only the collector would find them
 
-    def _own_part(self, root: RootedPass, context: Context, plan: Plan, roots: Roots, how: How) -> LocalPass:
-        local = self._parts.new_of_root(root.id)
-        serving = current.current_serving()
-        local.context, local.begin, local.roots = context, _begin(root, context, plan, how, self._id), roots
-        local.deadline = None if how.timeout is None else clock.now() + how.timeout
-        local.depth = serving.depth + 1 if serving else 1
-        self._parts.add(local)
-        if root.state.is_over:  # it failed before its part was there to be ended
-            self._parts.end(local, "it has failed")
-        return local
-
-    def _run_everywhere(self, root: RootedPass, local: LocalPass, plan: Plan, how: How) -> None:
-        context = local.context
-        assert context is not None
-        others = [worker for worker in plan.sends if worker != self._id]
+    def _run_everywhere(self, root: RootedPass, local: LocalPass, plan: Plan) -> None:
+        others = root.state.others
+        first = others[0] if others else self._id
         inside = current_graph_task_id() >= 0
-        watch = local.watch = self.host.watch(others[0]) if others and not inside else None
+        watch = local.watch = self.host.watch(first) if others and not inside else None
         try:
             for worker in others:
-                self._begin_at(worker, root, _begin(root, context, plan, how, worker), local.depth)
-            first = local.on(lambda part: part.on_begin(self._parts.messages_of(local)))
+                self._begin_at(worker, root, _share(root.begin, plan, worker), local.depth)
+            instructions = local.begins(self._contexts)
             if inside:
                 # Never inside of another engine call: its thread would work off nodes of this one.
-                self.host.submit(partial(self._parts.carry_out, local, first))
+                self.host.submit(partial(self.parts.carry_out, local, instructions))
             else:
                 local.on_own_thread = True
-                self._parts.carry_out(local, first)
-            self._parts.wait(root.waiter, others[0] if others else self._id, local.deadline, watch)
+                self.parts.carry_out(local, instructions)
             if not root.waiter.done:
-                self._fail(root, self._late(root, how.timeout))
+                self.host.wait(root.waiter, first, local.deadline, watch)
+            if not root.waiter.done:
+                self._on(root, root.state.on_failure, self._late(root))
             self._finish(root)
         except BaseException as error:
-            self._fail(root, error)
+            self._on(root, root.state.on_failure, error)
             self._finish(root)  # all had reported when it came
             if not isinstance(error, Exception):
                 raise
@@ -142,12 +224,6 @@ class RootedPasses:
             if watch is not None:
                 watch.end()
 
-    def _finish(self, root: RootedPass) -> None:
-        """Says the last word, if all have reported; once."""
-        with root.lock:
-            finishing, root.finishing = root.finishing, []
-        self._carry_out(root, finishing)
-
     def _begin_at(self, worker: int, root: RootedPass, begin: Begin, depth: int) -> None:
         context = self._contexts.find(begin.context)
         if context is not None:
@@ -156,33 +232,64 @@ class RootedPasses:
         try:
             self.host.post(worker, envelope, begin, begin.timeout, None)
         except PeerLostError as lost:
-            error = lost
-            self._carry_out(root, root.on(lambda state: state.on_lost(worker, error)))
+            self._on(root, root.state.on_lost, worker, lost)
 
-    def _late(self, root: RootedPass, timeout: float | None) -> CallTimeoutError:
+    def _on(self, root: RootedPass, event: Callable[..., list[RootInstruction]], *args: Any) -> None:
+        """Has the state of a pass take an event, and carries out what follows."""
+        with root.lock:
+            instructions = event(*args)
+        self._carry_out(root, instructions)
+
+    def _finish(self, root: RootedPass) -> None:
+        """Says the last word, if all have reported; once."""
+        with root.lock:
+            finishing, root.finishing = root.finishing, []
+        self._carry_out(root, finishing)
+
+    def _carry_out(self, root: RootedPass, instructions: list[RootInstruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Finish(workers):
+                    try:  # the others first: adding this worker's gradients up may fail
+                        self._tell_end(root.begin.pass_id, workers, "")
+                    finally:
+                        self._end_own_part(root, "")
+                case Abort(workers, reason):
+                    self._end_own_part(root, reason)
+                    # Not by this thread: a worker that takes nothing must not hold up the error.
+                    self.host.submit(partial(self._tell_end, root.begin.pass_id, workers, reason))
+                case Complete(error, worker):
+                    root.error, root.worker = error, worker
+                    root.waiter.set_done()
+                case Late(what):
+                    logger.info("%s came after the end of pass %d", what, root.begin.pass_id)
+
+    def _end_own_part(self, root: RootedPass, aborted: str) -> None:
+        local = self.parts.find(root.begin.pass_id)
+        if local is not None:
+            self.parts.end(local, aborted)
+
+    def _tell_end(self, pass_id: int, workers: Sequence[int], aborted: str) -> None:
+        left = list(workers)
+        try:
+            while left:
+                tell(self.host, left[0], Kind.END, End(pass_id, aborted))
+                left.pop(0)
+        except BaseException:  # Ctrl-C: the workers that were not told yet must hear of it all the same
+            if left:
+                self.host.submit(partial(self._tell_end, pass_id, left, aborted))
+            raise
+
+    # -- its errors ------------------------------------------------------------------------------------
+
+    def _late(self, root: RootedPass) -> CallTimeoutError:
         missing = sorted(self.host.name_of(worker) for worker in root.state.missing)
         return CallTimeoutError(
-            f"the backward pass ran for more than set timeout ({int((timeout or 0) * 1000)} ms); "
+            f"the backward pass ran for more than set timeout ({int((root.begin.timeout or 0) * 1000)} ms); "
             f"workers {missing} are not done"
         )
 
-    def _awaited(self, root: RootedPass, local: LocalPass) -> str:
-        """What a pass awaited that failed because of a peer: as its participants say, or at least as is known here."""
-        error, context_id = root.error, local.context_id
-        if not isinstance(error, PeerLostError | CallTimeoutError):
-            return ""
-        lost = {error.worker_id} if isinstance(error, PeerLostError) else set()
-        missing = root.state.missing - lost
-        others = missing - {self._id}
-        answers, _ = self.host.ask(others, state_here, (context_id, local.pass_id), _ASKING)
-        own = local.context.failed if local.context is not None else None
-        if own is not None and own.pass_id != local.pass_id:
-            own = None
-        states = [s for s in (own, *answers.values()) if s is not None and s.worker in missing]
-        silent = others - {state.worker for state in states}
-        return explain(states, lost=lost, silent=silent, name_of=self.host.name_of)
-
-    def _raise(self, root: RootedPass, local: LocalPass) -> None:
+    def _raise(self, root: RootedPass, context: Context) -> None:
         error, worker = root.error, root.worker
         assert error is not None
         if not isinstance(error, Exception):
@@ -191,64 +298,69 @@ class RootedPasses:
             finally:
                 del error
         if isinstance(error, PeerLostError) and error.worker_id >= 0:
-            worker = error.worker_id  # whoever noticed it
+            worker = error.worker_id  # not the worker that noticed it
         name = self.host.name_of(worker)
         text = f"Error on Node {worker}: {text_of(error)} (worker {name!r}, in a backward pass)"
-        if awaited := self._awaited(root, local):
+        if awaited := self._awaited(root, context):
             text = f"{text}. {awaited}"
         raise BackwardError(text, name, worker) from error
 
-    def _carry_out(self, root: RootedPass, instructions: list[RootInstruction]) -> None:
-        local = self._parts.find(root.id)
-        for instruction in instructions:
-            match instruction:
-                case Finish(workers):
-                    try:  # the others first: adding this worker's gradients up may fail
-                        self._tell_end(root.id, workers, "")
-                    finally:
-                        if local is not None:
-                            self._parts.end(local, "")
-                case Abort(workers, reason):
-                    if local is not None:
-                        self._parts.end(local, reason)
-                    # Not by this thread: a worker that takes nothing must not hold up the error.
-                    self.host.submit(partial(self._tell_end, root.id, workers, reason))
-                case Complete(error, worker):
-                    root.error, root.worker = error, worker
-                    root.waiter.set_done()
-                case Late(what):
-                    logger.info("%s came after the end of pass %d", what, root.id)
+    def _awaited(self, root: RootedPass, context: Context) -> str:
+        """Says what a pass awaited that failed because of a peer: as its participants tell, or as is known here."""
+        error, pass_id = root.error, root.begin.pass_id
+        if not isinstance(error, PeerLostError | CallTimeoutError):
+            return ""
+        lost = {error.worker_id} if isinstance(error, PeerLostError) else set()
+        missing = root.state.missing - lost
+        others = missing - {self._id}
+        answers, _ = self.host.ask(others, state_here, (context.id, pass_id), _ASKING)
+        own = context.failed if context.failed is not None and context.failed.pass_id == pass_id else None
+        states = [s for s in (own, *answers.values()) if s is not None and s.worker in missing]
+        silent = others - {state.worker for state in states}
+        return explain(states, lost=lost, silent=silent, name_of=self.host.name_of)
 
-    def _tell_end(self, pass_id: int, workers: Sequence[int], aborted: str) -> None:
-        left = list(workers)
-        try:
-            while left:
-                tell(self.host, left[0], Kind.END, End(pass_id, aborted))
-                left.pop(0)
-        except BaseException:  # Ctrl-C: whoever was not told yet must hear of it all the same
-            if left:
-                self.host.submit(partial(self._tell_end, pass_id, left, aborted))
-            raise
+    # -- messages --------------------------------------------------------------------------------------
 
-    # -- reports ---------------------------------------------------------------------------------------
+    def on_message(self, peer: int, envelope: Envelope, frames: Any) -> Task | None:
+        """Takes a message of a pass, on a thread that reads: what takes longer is returned."""
+        if envelope.kind == Kind.GRADIENTS:
+            task = self.parts.on_gradients(peer, envelope, frames)
+            if envelope.autograd is not None and envelope.autograd.done:
+                self._on_done(peer, envelope.autograd.during, None)
+            return task
+        match self.host.open_control(envelope, frames):
+            case Begin() as begin:
+                if sender_of(begin.pass_id) == peer:
+                    return self.parts.on_begin(begin, envelope.depth)
+                self.parts.disbelieve(peer, f"the begin of pass {begin.pass_id}, whose root it is not")
+            case Done(pass_id, failure):
+                return self._on_done(peer, pass_id, failure)
+            case End(pass_id, aborted):
+                if sender_of(pass_id) == peer:
+                    return self.parts.on_end(pass_id, aborted)
+                self.parts.disbelieve(peer, f"the end of pass {pass_id}, whose root it is not")
+            case Release(context_id):
+                return partial(self._on_release, context_id, peer)
+        return None
 
-    def on_done(self, peer: int, pass_id: int, failure: Failure | None) -> Task | None:
-        """A participant has reported. While reading: what may run users' code is returned."""
+    def _on_done(self, peer: int, pass_id: int, failure: Failure | None) -> Task | None:
+        """Takes the report of a participant."""
         root = self._roots.get(pass_id)
         if root is None:
             logger.info("the report of worker %d came after the end of pass %d", peer, pass_id)
-            return None
-        if peer not in root.state.others:
-            name = self.host.name_of(peer)
-            disbelieve(self._name, name, peer, f"a report of pass {pass_id}, which it has no part in")
-            return None
-        if failure is None:
+        elif peer not in root.state.others:
+            self.parts.disbelieve(peer, f"a report of pass {pass_id}, which it has no part in")
+        elif failure is not None:
+            return partial(self._on_failed, root, peer, failure)  # which may run users' code
+        else:
             self._on_success(root, peer)
-            return None
-        return partial(self._on_failed, peer, root, failure)
+        return None
+
+    def _on_failed(self, root: RootedPass, peer: int, failure: Failure) -> None:
+        self._on(root, root.state.on_report, peer, self.host.decode_error(failure, self.host.name_of(peer)))
 
     def _on_report_here(self, local: LocalPass, error: BaseException | None) -> None:
-        """This worker's own part is done, or has failed."""
+        """Takes the report of this worker's own part."""
         root = self._roots.get(local.pass_id)
         if root is None:
             return
@@ -256,55 +368,82 @@ class RootedPasses:
             self._on_success(root, self._id)
             return
         if isinstance(error, LatePassError):
-            error = self._late(root, local.begin.timeout if local.begin is not None else None)
-        # Of any other interrupted pass, whoever ended it has said why: this is heard only if nobody has.
-        reason = error
-        self._carry_out(root, root.on(lambda state: state.on_report(self._id, reason)))
+            error = self._late(root)
+        # If the pass was already aborted, the first error wins and this one is dropped.
+        self._on(root, root.state.on_report, self._id, error)
 
     def _on_success(self, root: RootedPass, worker: int) -> None:
-        """The thread that waits for the pass says the last word itself: backward() returns after it."""
-        with root.lock:  # whoever finds the pass over must also find what is left to do
-            instructions = root.on(lambda state: state.on_report(worker, None))
+        """Leaves the last word to the thread that waits for the pass: backward() returns after it."""
+        with root.lock:  # a thread that finds the pass over must also find what is left to do
+            instructions = root.state.on_report(worker, None)
             if instructions:
                 root.finishing = instructions
         if instructions:
             root.waiter.set_done()
 
-    def _on_failed(self, peer: int, root: RootedPass, failure: Failure) -> None:
-        error = self.host.decode_error(failure, self.host.name_of(peer))  # which may run users' code
-        self._carry_out(root, root.on(lambda state: state.on_report(peer, error)))
-
     # -- ends ------------------------------------------------------------------------------------------
 
-    def fail(self, pass_id: int, error: BaseException) -> bool:
-        """Ends a pass with an error; False if it was not begun here."""
-        root = self._roots.get(pass_id)
-        if root is not None:
-            self._fail(root, error)
-        return root is not None
+    def release(self, context_id: int, *, told_by: int | None = None, tell: bool = True) -> set[int]:
+        """Ends a context here, and tells the workers that it was sent to. Returns them: without `tell`, they are
+        left to the caller."""
+        context = self._contexts.take_out(context_id)
+        if context is None:
+            return set()
+        others = context.known_workers - {told_by, self._id, context.owner}
+        for worker in others if tell else ():
+            self.tell_released(worker, context_id)
+        ended = UnknownContextError(f"context {context_id} ended while its backward pass ran")
+        self._end(self.parts.of_context(context_id), ended)
+        return others
 
-    def fail_all(self, error: BaseException) -> None:
+    def tell_released(self, worker: int, context_id: int) -> None:
+        """Tells a worker that a context has ended."""
+        if worker != self._id:
+            tell(self.host, worker, Kind.RELEASE, Release(context_id))
+
+    def _on_release(self, context_id: int, told_by: int) -> None:
+        """Believes the end of a context only from its owner, or from a worker that has told of the context itself: a
+        context that is not known here must not be buried before its first message comes."""
+        context = self._contexts.find(context_id)
+        if told_by == sender_of(context_id) or (context is not None and told_by in context.heard_from):
+            self.release(context_id, told_by=told_by)
+        elif context is not None:
+            self.parts.disbelieve(told_by, f"the end of context {context_id}, which it has no part in")
+
+    def _end(self, passes: Sequence[LocalPass], error: Exception) -> None:
+        """Ends passes with an error: everywhere those that were begun here, on this worker the others."""
+        for local in passes:
+            root = self._roots.get(local.pass_id)
+            if root is not None:
+                self._on(root, root.state.on_failure, error)
+            else:
+                self.parts.end(local, str(error))
+
+    def on_lost(self, peer: int, name: str, reason: str) -> None:
+        """Fails the passes that need a worker that is gone; ends its own passes and contexts."""
+        lost = PeerLostError(f"worker {name!r} is gone: {reason}")
+        lost.worker_id = peer
         for root in list(self._roots.values()):
-            self._fail(root, error)
+            self._on(root, root.state.on_lost, peer, lost)
+        self.parts.on_lost(peer, name, lost)
+        for context in self._contexts.of_owner(peer):
+            self.release(context.id, told_by=peer)
 
-    def _fail(self, root: RootedPass, error: BaseException) -> None:
-        self._carry_out(root, root.on(lambda state: state.on_failure(error)))
+    def tick(self) -> None:
+        self.parts.end_early_ones()
 
-    def on_lost(self, peer: int, lost: PeerLostError) -> None:
-        """A worker is gone: the passes that need it fail."""
-        for root in list(self._roots.values()):
-            self._carry_out(root, root.on(lambda state: state.on_lost(peer, lost)))
+    def close(self) -> None:
+        """Ends everything: this worker shuts down."""
+        self.parts.close()
+        ended = NotStartedError(f"worker {self._member.name!r} was shut down during a backward pass")
+        for root in list(self._roots.values()):  # also those whose own part is not in the table yet
+            self._on(root, root.state.on_failure, ended)
+        self._end(self.parts.all(), ended)
+        for context in self._contexts.all():
+            self._contexts.take_out(context.id)
 
 
-def _begin(root: RootedPass, context: Context, plan: Plan, how: How, worker: int) -> Begin:
-    return Begin(
-        root.id,
-        context.id,
-        plan.sends.get(worker, ()),
-        how.timeout,
-        how.retain_graph,
-        how.create_graph,
-        how.into_grad,
-        None if plan.wanted is None else plan.wanted.get(worker, ()),
-        current_modes(),
-    )
+def _share(begin: Begin, plan: Plan, worker: int) -> Begin:
+    """Returns the begin of a pass for one worker: with its Sends, and with the received tensors that grad() wants."""
+    wanted = None if plan.wanted is None else plan.wanted.get(worker, ())
+    return replace(begin, sends=plan.sends.get(worker, ()), wanted=wanted)

@@ -92,7 +92,7 @@ class Edge:
 
 @dataclass
 class Part:
-    """What one worker has of a graph."""
+    """One worker's part of a graph."""
 
     worker_id: int
     nodes: list[Node] = field(default_factory=list)
@@ -112,8 +112,8 @@ def take(
     also: Iterable[int] = (),
     roots: Sequence[torch.Tensor] = (),
 ) -> Part:
-    """The part of a context's graph that is on this worker: what its Sends, its Recvs and the roots lead to. `also`
-    are tensors that this worker has sent in other contexts, and that the graph goes on from."""
+    """Takes this worker's part of a context's graph: what its Sends, its Recvs and the roots lead to. `also` are
+    tensors that this worker has sent in other contexts, and that the graph goes on from."""
     sends: list[Sent] = []
     part = Part(worker_id)
     starts: list[TorchEdge] = []
@@ -127,97 +127,63 @@ def take(
     graph = Graph(lambda members: -1)  # a walk of its own: the context's is left alone
     try:
         graph.walk(starts)
-        _Taker(part).take(graph, sends, roots)
+        _add_nodes(part, graph, sends, roots)
     finally:
         starts.clear()
         graph.clear()
     return part
 
 
-class _Taker:
-    """Makes a Part of nodes. Places are found by the ids of Python's objects, which are kept alive meanwhile: nodes by
-    the walk, leaves here."""
+def _add_nodes(part: Part, graph: Graph, sends: list[Sent], roots: Sequence[torch.Tensor]) -> None:
+    worker_id = part.worker_id
+    # By the ids of Python's objects, which are kept alive meanwhile: nodes by the walk, leaves by the list.
+    places: dict[int, int] = {}
+    leaves: list[torch.Tensor] = []
 
-    def __init__(self, part: Part) -> None:
-        self._part = part
-        self._places: dict[int, int] = {}
-        self._leaves: list[torch.Tensor] = []
-
-    def take(self, graph: Graph, sends: list[Sent], roots: Sequence[torch.Tensor]) -> None:
-        for node in graph.known:  # what a node leads to comes before it
-            kind = type(node)
-            if kind is AccumulateGrad:
-                self._places[id(node)] = self._leaf(node.variable)
-            elif kind is RecvNode:
-                self._places[id(node)] = self._part.add(self._recv(node))
-            elif node is not None:
-                self._operation(node)
-        for sent in sends:
-            if sent.is_leaf:
-                tail = self._leaf(sent.stand_in)
-            else:
-                tail = self._places[id(sent.edge[0])]
-            self._connect(tail, self._part.add(self._send(sent)))
-        for number, root in enumerate(roots):
-            tail = self._leaf(root) if root.grad_fn is None else self._places[id(root.grad_fn)]
-            place = self._part.add(Root(worker_id=self._part.worker_id, name=f"root {number}", **_described(root)))
-            self._connect(tail, place)
-
-    def _connect(self, tail: int, head: int) -> None:
-        self._part.edges.append(Edge(tail, head))
-
-    def _leaf(self, leaf: torch.Tensor) -> int:
-        place = self._places.get(id(leaf))
+    def place_of(leaf: torch.Tensor) -> int:
+        place = places.get(id(leaf))
         if place is None:
             name = type(leaf).__name__ if type(leaf) is not torch.Tensor else "leaf"
-            node = Leaf(worker_id=self._part.worker_id, name=name, **_described(leaf))
-            place = self._places[id(leaf)] = self._part.add(node)
-            self._leaves.append(leaf)
+            place = places[id(leaf)] = part.add(Leaf(worker_id=worker_id, name=name, **_described(leaf)))
+            leaves.append(leaf)
         return place
 
-    def _operation(self, node: Any) -> None:
-        name = node.name().rpartition("::")[2]
-        given = _given_by(node)
-        place = self._part.add(Operation(worker_id=self._part.worker_id, name=name, **given))
-        self._places[id(node)] = place
-        for next, _ in node.next_functions:
-            if next is not None:
-                self._connect(self._places[id(next)], place)
+    for node in graph.known:  # what a node leads to comes before it
+        kind = type(node)
+        if kind is AccumulateGrad:
+            places[id(node)] = place_of(node.variable)
+        elif kind is RecvNode:
+            sender = sender_of(node.message)
+            about = _end(node, sender) | _given_by(node)
+            places[id(node)] = part.add(Recv(worker_id=worker_id, name="Recv", context=node.context, **about))
+        elif node is not None:
+            name = node.name().rpartition("::")[2]
+            places[id(node)] = part.add(Operation(worker_id=worker_id, name=name, **_given_by(node)))
+            nexts = [next for next, _ in node.next_functions if next is not None]
+            part.edges += [Edge(places[id(next)], places[id(node)]) for next in nexts]
+    for sent in sends:
+        tail = place_of(sent.stand_in) if sent.is_leaf else places[id(sent.edge[0])]
+        about = _end(sent, sent.to) | _described(sent)
+        part.edges.append(Edge(tail, part.add(Send(worker_id=worker_id, name="Send", **about))))
+    for number, root in enumerate(roots):
+        tail = place_of(root) if root.grad_fn is None else places[id(root.grad_fn)]
+        added = part.add(Root(worker_id=worker_id, name=f"root {number}", **_described(root)))
+        part.edges.append(Edge(tail, added))
 
-    def _recv(self, node: Any) -> Recv:
-        return Recv(
-            worker_id=self._part.worker_id,
-            name="Recv",
-            id=node.id,
-            message=node.message,
-            place=node.place,
-            count=node.count,
-            peer_id=sender_of(node.message),
-            context=node.context,
-            **_given_by(node),
-        )
 
-    def _send(self, sent: Sent) -> Send:
-        return Send(
-            worker_id=self._part.worker_id,
-            name="Send",
-            id=sent.id,
-            message=sent.message,
-            place=sent.place,
-            count=sent.count,
-            peer_id=sent.to,
-            **_described(sent),
-        )
+def _end(end: Any, peer_id: int) -> dict[str, Any]:
+    """Describes the end of a tensor that was sent: a Sent, or the node of a Recv."""
+    return {"id": end.id, "message": end.message, "place": end.place, "count": end.count, "peer_id": peer_id}
 
 
 def _given_by(node: Any) -> dict[str, Any]:
-    """Of the first tensor that a node gives, as far as torch says it."""
+    """Describes the first tensor that a node gives, as far as torch says it."""
     metadata = getattr(node, "_input_metadata", ())
     return _described(metadata[0]) if metadata else {}
 
 
 def _described(tensor: Any) -> dict[str, Any]:
-    """Of a tensor, or of whatever has a shape and a dtype."""
+    """Describes a tensor, or anything else with a shape and a dtype."""
     dtype: torch.dtype = tensor.dtype
     name = str(dtype).removeprefix("torch.")
     try:

@@ -1,0 +1,107 @@
+"""A worker's parts in passes alone, with a worker that only notes what it is told: no threads, no messages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from telegrad.errors import PeerLostError
+from telegrad.events import Events
+from telegrad.gradients.contexts import Contexts, Sent
+from telegrad.gradients.participant import Parts
+from telegrad.messages import COUNTER_BITS, Autograd, Begin, Done, Envelope, Failure, Kind, Member
+
+OWN, ROOT, PEER, OTHER = 1, 2, 3, 4
+PASS = (ROOT << COUNTER_BITS) + 7
+
+
+class Worker:
+    """Worker 1, which has sent a tensor to PEER and later one to OTHER, and has a part in a pass of ROOT."""
+
+    def __init__(self) -> None:
+        self.events = Events()
+        self.new_message_id = itertools.count(OWN << COUNTER_BITS).__next__
+        self.posted: list[tuple[int, Any]] = []
+        self.contexts = Contexts(OWN, self.new_message_id)
+        self.context = self.contexts.new()
+        self.parts = Parts(Member(OWN, "own", (), ""), self.contexts, self, report_here=pytest.fail)
+        self.sends = [self._send(to) for to in (PEER, OTHER)]
+
+    def _send(self, to: int) -> int:
+        id = self.new_message_id()
+        leaf = torch.ones(3, requires_grad=True)
+        self.context.sends[id] = Sent(id, id, 0, 1, to, leaf, self.context.graph)
+        return id
+
+    def begin(self) -> Callable[[], None] | None:
+        return self.parts.on_begin(Begin(PASS, self.context.id, tuple(self.sends), 5.0), 1)
+
+    def gradients_from(self, peer: int, message: int) -> Callable[[], None] | None:
+        autograd = Autograd(self.context.id, during=PASS)
+        return self.parts.on_gradients(peer, Envelope(Kind.GRADIENTS, 1, message, autograd=autograd), None)
+
+    def name_of(self, worker_id: int) -> str:
+        return f"worker{worker_id}"
+
+    def post(self, to: int, envelope: Envelope, body: Any, timeout: float | None, context: object) -> None:
+        self.posted.append((to, body))
+
+    def encode_error(self, error: BaseException, to: int) -> Failure:
+        return Failure(b"", type(error).__name__, str(error), "")
+
+
+def test_a_part_starts_when_the_gradients_of_the_last_message_are_here():
+    worker = Worker()
+    assert worker.begin() is None
+    assert worker.gradients_from(PEER, worker.sends[0]) is None
+    assert worker.gradients_from(OTHER, worker.sends[1]) is not None
+
+
+def test_a_part_that_waits_for_a_lost_worker_fails_before_it_starts():
+    worker = Worker()
+    worker.begin()
+    worker.parts.on_lost(PEER, "peer", PeerLostError("worker 'peer' is gone"))
+    ((to, done),) = worker.posted
+    assert to == ROOT
+    assert isinstance(done, Done)
+    assert done.pass_id == PASS
+    assert done.failure.text == "worker 'peer' is gone"
+    assert worker.context.failed.awaited[0].worker == OTHER  # what it waited for first
+
+
+def test_the_loss_of_a_worker_without_a_part_harms_no_pass():
+    worker = Worker()
+    worker.begin()
+    worker.parts.on_lost(OTHER + 1, "stranger", PeerLostError("gone"))
+    assert not worker.posted
+    assert worker.gradients_from(OTHER, worker.sends[1]) is not None
+
+
+def test_the_loss_of_the_root_ends_the_part():
+    worker = Worker()
+    worker.begin()
+    worker.parts.on_lost(ROOT, "root", PeerLostError("gone"))
+    assert not worker.posted
+    assert len(worker.parts) == 0
+    assert worker.gradients_from(OTHER, worker.sends[1]) is None
+
+
+def test_a_begin_of_a_pass_that_is_over_is_refused():
+    worker = Worker()
+    worker.parts.on_end(PASS, "it failed")
+    refuse = worker.begin()
+    assert refuse is not None
+    refuse()
+    ((to, done),) = worker.posted
+    assert to == ROOT
+    assert "came after the end of it or its context" in done.failure.text
+
+
+def test_gradients_that_come_before_begin_are_kept():
+    worker = Worker()
+    assert worker.gradients_from(OTHER, worker.sends[1]) is None
+    assert worker.begin() is not None
