@@ -90,7 +90,6 @@ class Worker:
         self.contexts = Contexts(member.id, self.new_message_id)
         self.attach = Attach(member.id, self.contexts, self.new_message_id)
         self.engine = Engine(member, self.contexts)
-        self.engine.connect(self)
         self.references = References(member.id, member.name, self)
         self._codec.handle = lambda id, owner: (self, self.references.take(id, owner))
         transports = make_transports(hub, self._poller, self._lease, options)
@@ -111,6 +110,7 @@ class Worker:
         self.post = self.calls.post
         self.decode_error = self.calls.error_of
         self.name_of = self._peers.name_of
+        self.engine.connect(self)
 
     @classmethod
     def start(
