@@ -89,7 +89,6 @@ class Worker:
         self._pending = PendingCalls(self._on_expired, self._threads.new_timer)
         self.contexts = Contexts(member.id, self.new_message_id)
         self.attach = Attach(member.id, self.contexts, self.new_message_id)
-        self.engine = Engine(member, self.contexts)
         self.references = References(member.id, member.name, self)
         self._codec.handle = lambda id, owner: (self, self.references.take(id, owner))
         transports = make_transports(hub, self._poller, self._lease, options)
@@ -110,7 +109,7 @@ class Worker:
         self.post = self.calls.post
         self.decode_error = self.calls.error_of
         self.name_of = self._peers.name_of
-        self.engine.connect(self)
+        self.engine = Engine(member, self.contexts, self)
 
     @classmethod
     def start(

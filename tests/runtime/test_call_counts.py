@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from telegrad import autograd, rpc
+from telegrad.primitives.current import current_worker
 
-THREADS = 4
 X = torch.ones(4, requires_grad=True)
 SMALL = torch.ones(16)
 
 
 class Counter:
     calls = 0
-    barrier = threading.Barrier(THREADS)
 
     @classmethod
     def count(cls, frame: FrameType, event: str, arg: Any) -> None:
@@ -29,10 +28,19 @@ class Counter:
             cls.calls += 1
 
 
-def count_on_this_thread() -> None:
-    """Run on several threads of a worker at once, so that each of them counts from now on."""
-    Counter.barrier.wait(20)
-    sys.setprofile(Counter.count)
+def count_on_all_threads() -> None:
+    """All threads of this worker count from now on, those that it starts later included."""
+    threading.setprofile(Counter.count)
+    threads = current_worker()._threads
+    meeting = threading.Barrier(threads.count)
+
+    def begin() -> None:
+        meeting.wait(20)
+        sys.setprofile(Counter.count)
+
+    for _ in range(meeting.parties - 1):
+        threads.submit(begin)
+    begin()
 
 
 def take_count() -> int:
@@ -79,8 +87,7 @@ def test_python_calls_at_the_caller(module_cluster, program, most):
 def test_python_calls_at_the_callee_of_a_pass(module_cluster):
     for _ in range(50):
         one_pass()
-    futures = [rpc.rpc_async("a", count_on_this_thread) for _ in range(THREADS)]
-    torch.futures.wait_all(futures)
+    rpc.rpc_sync("a", count_on_all_threads)
     found = []
     for _ in range(30):
         rpc.rpc_sync("a", take_count)

@@ -64,17 +64,13 @@ class RootedPass:
 class Engine:
     """Gradients on one worker."""
 
-    def __init__(self, member: Member, contexts: Contexts) -> None:
-        self._member = member
+    def __init__(self, member: Member, contexts: Contexts, host: Host) -> None:
+        self.host = host
         self._id = member.id
         self._contexts = contexts
         self._roots: dict[int, RootedPass] = {}  # by id; its single operations are atomic
-
-    def connect(self, host: Host) -> None:
-        """Gives the engine its worker. Before the first message comes."""
-        self.host = host
-        self.parts = Parts(self._member, self._contexts, host, self._on_report_here)
-        self._planner = Planner(self._id, self._contexts, host.name_of)
+        self.parts = Parts(member, contexts, host, self._on_report_here)
+        self._planner = Planner(member.id, contexts, host.name_of)
 
     # -- what users call -------------------------------------------------------------------------------
 
