@@ -67,6 +67,7 @@ class Engine:
     def __init__(self, member: Member, contexts: Contexts, host: Host) -> None:
         self.host = host
         self._id = member.id
+        self._name = member.name
         self._contexts = contexts
         self._roots: dict[int, RootedPass] = {}  # by id; its single operations are atomic
         self.parts = Parts(member, contexts, host, self._on_report_here)
@@ -431,7 +432,7 @@ class Engine:
     def close(self) -> None:
         """Ends everything: this worker shuts down."""
         self.parts.close()
-        ended = NotStartedError(f"worker {self._member.name!r} was shut down during a backward pass")
+        ended = NotStartedError(f"worker {self._name!r} was shut down during a backward pass")
         for root in list(self._roots.values()):  # also those whose own part is not in the table yet
             self._on(root, root.state.on_failure, ended)
         self._end(self.parts.all(), ended)
