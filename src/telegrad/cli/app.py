@@ -17,7 +17,7 @@ from .output import Code, Stopped, error_console, stop
 
 app = typer.Typer(
     help="Autograd that crosses machines: run programs on several workers, and see what they do.",
-    epilog="Exit codes: 0 fine, 1 something is wrong, 2 wrong usage, 3 nobody answers, 130 Ctrl-C. "
+    epilog="Exit codes: 0 fine, 1 something is wrong, 2 wrong usage, 3 no group answers, 130 Ctrl-C. "
     "`telegrad COMMAND --help` has examples.",
     no_args_is_help=True,
     add_completion=False,
@@ -137,7 +137,7 @@ def _listen(port: int) -> socket.socket:
         ],
     ),
     epilog="Exit code: 0 when the group was seen (also when it has ended meanwhile); 1 when workers stop answering; "
-    "2 for an address that makes no sense; 3 when nobody answers there; 130 after Ctrl-C.",
+    "2 for an address that makes no sense; 3 when no group answers there; 130 after Ctrl-C.",
 )
 def top(
     address: Annotated[
