@@ -9,6 +9,7 @@ notice its end.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
@@ -183,20 +184,16 @@ def _find_group(address: str, timeout: float) -> ObservedGroup:
     except _NoGroupError:
         # Under torchrun, whose agent serves the store, each restart has a part of it (see open_store).
         found = None
-        for restart in range(1000):
-            try:
+        with contextlib.suppress(_NoGroupError):
+            for restart in range(1000):
                 found = ObservedGroup(PrefixStore(f"telegrad/{restart}", store), timeout)
-            except _NoGroupError:
-                break
         if found is None:
             raise
         return found
 
 
-def _open_existing(address: str, timeout: float) -> Any:
-    given = address
-    if "://" not in address:
-        address = f"tcp://{address}"
+def _open_existing(given: str, timeout: float) -> Any:
+    address = given if "://" in given else f"tcp://{given}"
     if address == "env://":
         address = f"tcp://{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     try:
