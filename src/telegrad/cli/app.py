@@ -98,8 +98,9 @@ def run(
             error_console().print(f"[dim]{processes} that meet at {where}; to look at them: telegrad top {where}[/]")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
-    options = [f"--nproc-per-node={count}", f"--shutdown-timeout={grace}"]
-    options += [*([] if plain else ["--tee=3"]), *(["--module"] if module else []), script, *(arguments or [])]
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace)  # older torchruns do not have it as an option
+    options = [f"--nproc-per-node={count}", *([] if plain else ["--tee=3"]), *(["--module"] if module else [])]
+    options += [script, *(arguments or [])]
     # In place of this process: signals and the exit code are torchrun's own.
     os.execv(sys.executable, [sys.executable, "-m", "telegrad.cli.launch", str(listener.fileno()), *options])
 
