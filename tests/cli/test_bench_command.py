@@ -23,7 +23,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "ROUNDS", 1)
 
 
-# In a process of its own, since processes that are spawned leave a tracker with whoever has spawned them.
+# In a process of its own, since a process that spawns others is left with a tracker of them.
 FEW = """
 if __name__ == "__main__":
     from telegrad.cli import bench, main

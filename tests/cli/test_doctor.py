@@ -45,7 +45,7 @@ def test_plain_lines_where_there_is_no_terminal():
 
 
 def found(check, topic: str) -> Finding:
-    """What a check says of a topic; the worst, if it says several things."""
+    """Returns the finding of a check about a topic; the worst, if there are several."""
     return max((f for f in check() if f.topic == topic), key=lambda f: [OK, SLOW, WRONG].index(f.status))
 
 

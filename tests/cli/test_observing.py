@@ -71,7 +71,7 @@ def test_what_workers_do_is_seen(open_cluster):
     assert connection.shared_bytes > 0
 
 
-def test_calls_are_timed_while_somebody_looks(open_cluster):
+def test_calls_are_timed_while_an_observer_looks(open_cluster):
     with Observer(open_cluster.address) as observer:
         assert reports(observer.look(sample=0.2))["a"].latency is None
         rpc.rpc_sync("a", time.sleep, (0.05,))
@@ -82,7 +82,7 @@ def test_calls_are_timed_while_somebody_looks(open_cluster):
         assert 0.05 <= latency.median <= latency.p99 < 1.0
         threading.Event().wait(0.2)
         assert reports(observer.look())["a"].latency is None, "none in the second sample"
-        assert open_cluster.call("a", subscribers) == 0, "nothing is timed that nobody asked for"
+        assert open_cluster.call("a", subscribers) == 0, "nothing is timed without being asked for"
 
 
 def test_a_call_that_still_runs_counts_with_its_time_so_far(open_cluster):
@@ -101,7 +101,7 @@ def subscribers() -> int:
     return len(current_worker().events.subscribers)
 
 
-def test_a_group_of_fixed_size_ends_as_if_nobody_looked():
+def test_a_group_of_fixed_size_ends_as_if_there_were_no_observer():
     store = serve_store("127.0.0.1", 0, 10.0)
     workers = start_group(store, 2)
     with Observer(f"tcp://127.0.0.1:{store.port}") as observer:

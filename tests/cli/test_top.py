@@ -246,7 +246,7 @@ def test_a_group_that_ends_ends_it(server, monkeypatch):
     assert re.search(r"^worker0 ", last, re.M)
 
 
-# -- where nobody is -------------------------------------------------------------------------------------
+# -- where no group is ------------------------------------------------------------------------------------
 
 
 def invoke(*arguments: str):
@@ -256,7 +256,7 @@ def invoke(*arguments: str):
     return result
 
 
-def test_nobody_answers():
+def test_no_group_answers():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -265,7 +265,7 @@ def test_nobody_answers():
     assert f"telegrad top: no group answers at {address}: nobody serves a store" in result.stderr
 
 
-def test_somebody_else_answers():
+def test_another_server_answers():
     with socket.create_server(("127.0.0.1", 0)) as server:
         result = invoke(f"127.0.0.1:{server.getsockname()[1]}", "--timeout", "0.5")
     assert result.exit_code == 3

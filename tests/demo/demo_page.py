@@ -11,7 +11,7 @@ LOADS = {"src", "srcset", "poster", "data", "background", "xlink:href"}
 
 
 class Page(HTMLParser):
-    """What is in it, and what it would load."""
+    """The content of a page, and the addresses that it would load."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -70,7 +70,7 @@ class Run:
         return code
 
     def processes(self) -> dict[int, str]:
-        """Those of this run that are there now."""
+        """Returns the processes of this run that are there now."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

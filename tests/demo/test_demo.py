@@ -60,6 +60,7 @@ def test_it_says_what_happens_in_plain_lines(out: Path) -> None:
     assert "\x1b" not in said, "colours where there is no terminal"
     assert re.search(r"started +stage1 \d+, stage2 \d+, server \d+ in \d+\.\d s\n", said)
     assert re.search(r"step 40  loss \S+  \S+ steps/s  \S+ [kM]?B/s  \d+ calls/s\n", said)
+    assert said.count("  step 40  ") == 1, "a line is said twice"
     found = re.search(rf"40 steps in \d+ s: the loss was {NUMBER}, and is {NUMBER} now\n", said)
     assert found, said
     first, last = map(float, found.groups())

@@ -311,7 +311,7 @@ def test_arrows_have_sizes_and_dtypes_and_unused_ones_are_grey():
 
 
 def stuck(*, over: bool = False) -> Graph:
-    """a awaits its Send 1 from b, which waits for nobody; its Send 2 has its gradient."""
+    """a awaits its Send 1 from b, which waits for none; its Send 2 has its gradient."""
     make = Maker("a", "b")
     x = make.leaf(0, 2, active=True)
     make.send(x, 1, active=True, awaited=True)

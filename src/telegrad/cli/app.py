@@ -17,7 +17,7 @@ from .output import Code, Stopped, error_console, stop
 
 app = typer.Typer(
     help="Autograd that crosses machines: run programs on several workers, and see what they do.",
-    epilog="Exit codes: 0 fine, 1 something is wrong, 2 wrong usage, 3 nobody answers, 130 Ctrl-C. "
+    epilog="Exit codes: 0 fine, 1 something is wrong, 2 wrong usage, 3 no group answers, 130 Ctrl-C. "
     "`telegrad COMMAND --help` has examples.",
     no_args_is_help=True,
     add_completion=False,
@@ -98,8 +98,9 @@ def run(
             error_console().print(f"[dim]{processes} that meet at {where}; to look at them: telegrad top {where}[/]")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
-    options = [f"--nproc-per-node={count}", f"--shutdown-timeout={grace}"]
-    options += [*([] if plain else ["--tee=3"]), *(["--module"] if module else []), script, *(arguments or [])]
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace)  # older torchruns do not have it as an option
+    options = [f"--nproc-per-node={count}", *([] if plain else ["--tee=3"]), *(["--module"] if module else [])]
+    options += [script, *(arguments or [])]
     # In place of this process: signals and the exit code are torchrun's own.
     os.execv(sys.executable, [sys.executable, "-m", "telegrad.cli.launch", str(listener.fileno()), *options])
 
@@ -137,7 +138,7 @@ def _listen(port: int) -> socket.socket:
         ],
     ),
     epilog="Exit code: 0 when the group was seen (also when it has ended meanwhile); 1 when workers stop answering; "
-    "2 for an address that makes no sense; 3 when nobody answers there; 130 after Ctrl-C.",
+    "2 for an address that makes no sense; 3 when no group answers there; 130 after Ctrl-C.",
 )
 def top(
     address: Annotated[

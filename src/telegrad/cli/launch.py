@@ -15,6 +15,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+if __name__ == "__main__":  # until torchrun handles signals, there is nothing to end
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,14 +1,15 @@
-"""Looking at a running group without being of it. `telegrad top` is made of this.
+"""Observes a running group without joining it, for `telegrad top`.
 
     Observer.look  ->  members in the store  ->  a call of `report` on each  ->  what each does
 
-An observer is a worker for itself: it connects and calls as any other does. But it only reads the store, listens
-nowhere, refuses calls, and its id is negative, of its own choice. So it takes no member's place, name or rank, no
-member can call it, counts it or waits for it, and its going is no loss to the group.
+An observer is a worker that only reads the store, listens nowhere, refuses calls, and has a negative id of its own
+choice. So it takes no member's place, name or rank; no member can call it or waits for it, and the group does not
+notice its end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
@@ -37,8 +38,8 @@ _MOST_AT_ONCE = 32  # workers that are asked at the same time
 
 @dataclass(frozen=True)
 class Latency:
-    """How long calls took on the worker that serves them: from when each was read to when its answer was written.
-    Those that still ran when they were looked at count with the time that they had taken so far."""
+    """The seconds that calls took on the worker that serves them, from when each was read to when its answer was
+    written. A call that still ran counts with the time that it had taken so far."""
 
     calls: int
     median: float
@@ -47,7 +48,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker says of itself. Calls of observers are not counted."""
+    """The figures of a worker, as it gives them. Calls of observers are not counted."""
 
     statistics: Statistics
     at: float  # seconds on its own clock
@@ -82,7 +83,7 @@ class Observer:
 
     Raises:
         AddressError: the address makes no sense.
-        RendezvousError: nobody serves a store there, or no group has met at it.
+        RendezvousError: no store is served there, or no group has met at it.
     """
 
     def __init__(self, address: str, *, timeout: float = 5.0, transport: str = "unix") -> None:
@@ -183,20 +184,16 @@ def _find_group(address: str, timeout: float) -> ObservedGroup:
     except _NoGroupError:
         # Under torchrun, whose agent serves the store, each restart has a part of it (see open_store).
         found = None
-        for restart in range(1000):
-            try:
+        with contextlib.suppress(_NoGroupError):
+            for restart in range(1000):
                 found = ObservedGroup(PrefixStore(f"telegrad/{restart}", store), timeout)
-            except _NoGroupError:
-                break
         if found is None:
             raise
         return found
 
 
-def _open_existing(address: str, timeout: float) -> Any:
-    given = address
-    if "://" not in address:
-        address = f"tcp://{address}"
+def _open_existing(given: str, timeout: float) -> Any:
+    address = given if "://" in given else f"tcp://{given}"
     if address == "env://":
         address = f"tcp://{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     try:

@@ -17,7 +17,7 @@ class Code(IntEnum):
     FINE = 0
     WRONG = 1  # the command ran, and found or met something wrong
     USAGE = 2
-    NOBODY = 3  # no group answers at the address
+    SILENT = 3  # no group answers at the address
     INTERRUPTED = 130  # Ctrl-C, as a shell has it: 128 + the number of the signal
 
 

@@ -33,7 +33,7 @@ def watch(address: str, *, interval: float, once: bool, as_json: bool, timeout: 
     """Shows the group until it ends or the user quits. Returns the exit code.
 
     Raises:
-        Stopped: the address makes no sense, or nobody answers there.
+        Stopped: the address makes no sense, or no group answers there.
     """
     target = console()
     try:
@@ -47,7 +47,7 @@ def watch(address: str, *, interval: float, once: bool, as_json: bool, timeout: 
     except AddressError as error:
         raise Stopped(str(error), Code.USAGE) from error
     except RendezvousError as error:
-        raise Stopped(f"no group answers at {address}: {error}", Code.NOBODY) from error
+        raise Stopped(f"no group answers at {address}: {error}", Code.SILENT) from error
 
 
 def _first_look(observer: Observer, interval: float) -> Look:

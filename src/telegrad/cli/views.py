@@ -58,19 +58,17 @@ def _row(seen: Seen, before: Report | None) -> Row:
     figures, latency = report.statistics, report.latency
     connections = figures.connections.values()
     calls, came, went = _rates(report, before)
+    same = ("calls_served", "calls_being_served", "calls_pending", "contexts", "passes", "threads")
     return Row(
         member.name, member.id, rank, ANSWERS, pid=report.pid,
         calls_per_second=calls, bytes_in_per_second=came, bytes_out_per_second=went,
         latency_median=latency.median if latency else None, latency_p99=latency.p99 if latency else None,
         latency_calls=latency.calls if latency else 0,
         round_trip=seen.round_trip,
-        calls_served=figures.calls_served, calls_being_served=figures.calls_being_served,
-        calls_pending=figures.calls_pending,
-        contexts=figures.contexts, passes=figures.passes,
         pool_bytes=sum(c.shared_bytes for c in connections),
         pool_bytes_free=sum(c.shared_bytes_free for c in connections),
         bytes_in_flight=sum(figures.bytes_in_flight.values()),
-        threads=figures.threads,
+        **{name: getattr(figures, name) for name in same},
     )  # fmt: skip
 
 

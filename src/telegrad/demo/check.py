@@ -30,7 +30,7 @@ class Difference:
 
 
 def differences(model: Transformer, batch: Batch) -> list[Difference]:
-    """Of each parameter, in float64 and with the model's present values. The model itself stays as it is."""
+    """Compares the gradients of each parameter, in float64, at the model's present values, which stay as they are."""
     values = model.state_dict()
     alone = Transformer(place=here).double()
     alone.load_state_dict(values)
@@ -57,5 +57,5 @@ def gradient_of(context_id: int, handle: RRef[nn.Parameter]) -> Tensor:
 
 
 def in_words(difference: float) -> str:
-    """As people read it: a zero means that not one bit is different."""
+    """Formats a difference: a plain 0 means that not one bit is different."""
     return "0" if difference == 0 else f"{difference:.1e}"

@@ -29,7 +29,7 @@ class Progress:
         self._seconds = seconds
         self._ended: deque[float] = deque(maxlen=50)  # when the last steps ended
         self._loss = 0.0
-        self._count = 0
+        self._count = self._said_of = 0  # steps
         self._rates = "0 B/s  0 calls/s"
         self._began = self._asked = self._said = clock.now()
         self._totals = self._ask()
@@ -44,7 +44,7 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
-        elif kind is None:
+        elif kind is None and self._count > self._said_of:
             self._say()
 
     @property
@@ -81,7 +81,7 @@ class Progress:
         return f"step {self._count:,}  loss {self._loss:.2f}  {per_second:.1f} steps/s  {self._rates}"
 
     def _say(self) -> None:
-        self._said = clock.now()
+        self._said, self._said_of = clock.now(), self._count
         self._console.print(f"{self.elapsed:5.0f} s  {self._figures()}", soft_wrap=True)
 
     def _render(self) -> Group:

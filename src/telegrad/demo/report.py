@@ -47,7 +47,7 @@ LINKS = 6  # of the critical path, shown one by one
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What the demo has found out."""
+    """The findings of one run of the demo."""
 
     losses: Sequence[tuple[float, float]]  # seconds, loss
     loss_picture: str

@@ -1,4 +1,4 @@
-"""What each worker has used so far: calls, messages, bytes, processor time and memory."""
+"""The usage of each worker so far: calls, messages, bytes, processor time and memory."""
 
 from __future__ import annotations
 

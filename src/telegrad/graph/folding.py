@@ -1,6 +1,4 @@
-"""Which nodes of a graph are drawn as one, so that a picture can be read at once.
-
-    fold(graph, detail)  -> Picture: items (one or more nodes), and arrows between them
+"""Folds a graph: says which of its nodes are drawn as one, so that a picture can be read at once.
 
 Sends are no items: they are the arrows. What is folded keeps the order of the computation, but for "groups" and
 "workers", in which something may come before and after the same thing.
@@ -9,7 +7,7 @@ Sends are no items: they are the arrows. What is folded keeps the order of the c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,6 +16,8 @@ from ..gradients.snapshot import Leaf, Node, Operation, Recv, Root, Send
 if TYPE_CHECKING:
     from .graph import Graph
 
+Key = Hashable  # of a node: nodes of the same key are one item
+
 DETAILS = ("nodes", "chains", "blocks", "groups", "workers")
 _ENOUGH = {"chains": 40, "blocks": 60, "groups": 100}  # items that a picture of this detail may have
 _CHAIN = 3  # nodes in a row that are drawn as one
@@ -25,7 +25,7 @@ _CHAIN = 3  # nodes in a row that are drawn as one
 
 @dataclass
 class Item:
-    """What is drawn as one: nodes of one worker, all of them active or none."""
+    """Nodes of one worker that are drawn as one, all of them active or none."""
 
     worker_id: int
     nodes: list[Node] = field(default_factory=list)
@@ -61,7 +61,8 @@ class Picture:
 
 
 def fold(graph: Graph, detail: str = "auto") -> Picture:
-    """
+    """Folds the graph. "auto" takes the first detail from "chains" on that is small enough to be read.
+
     Raises:
         ValueError: there is no such detail.
     """
@@ -69,16 +70,16 @@ def fold(graph: Graph, detail: str = "auto") -> Picture:
         raise ValueError(f"detail={detail!r}; choose 'auto' or one of {', '.join(map(repr, DETAILS))}")
     links = _Links(graph)
     if detail != "auto":
-        return _picture(graph, links, detail)
+        return _picture(links, detail)
     for each, enough in _ENOUGH.items():
-        picture = _picture(graph, links, each)
+        picture = _picture(links, each)
         if len(picture.items) <= enough and len(picture.arrows) <= 2 * enough:
             return picture
-    return _picture(graph, links, "workers")
+    return _picture(links, "workers")
 
 
 class _Links:
-    """Who uses what, without the edges between a Send and its Recv."""
+    """The edges by node, without those between a Send and its Recv."""
 
     def __init__(self, graph: Graph) -> None:
         nodes = self.nodes = graph.nodes
@@ -91,41 +92,37 @@ class _Links:
             else:
                 self.users[tail].append(head)
                 self.used[head].append(tail)
-        # Workers that told of nothing have but inferred ends, which are drawn as one.
-        told = {part.id for part in graph.workers if part.status == "here"}
-        self.untold = {node.worker_id for node in nodes} - told
+        # Workers that told of nothing have only inferred ends, which are drawn as one.
+        self.untold = {node.worker_id for node in nodes} - {part.id for part in graph.workers if part.status == "here"}
 
 
-Key = Hashable
-
-
-def _picture(graph: Graph, links: _Links, detail: str) -> Picture:
+def _picture(links: _Links, detail: str) -> Picture:
     keys = _KEYS[detail](links)
     items: list[Item] = []
     place_of: dict[Key, int] = {}
+    arrows: dict[Key, Arrow] = {}
 
     def item_of(place: int) -> int:
-        """Of any node but a Send, whose item is the one that it comes from."""
-        node = links.nodes[place]
-        key = ("untold", node.worker_id) if node.worker_id in links.untold else keys[place]
+        """Returns the item of a node. A Send is in the item of what it sends, if its worker told of that."""
+        if isinstance(links.nodes[place], Send) and links.used[place]:
+            place = links.used[place][0]
+        worker = links.nodes[place].worker_id
+        key = ("untold", worker) if worker in links.untold else keys[place]
         if key not in place_of:
             place_of[key] = len(items)
-            items.append(Item(node.worker_id))
+            items.append(Item(worker))
         return place_of[key]
-
-    for place, node in enumerate(links.nodes):
-        if not isinstance(node, Send) or not links.used[place]:  # its worker did not tell what it comes from
-            items[item_of(place)].nodes.append(node)
-    arrows: dict[Key, Arrow] = {}
 
     def arrow(tail: int, head: int, active: bool | None, kind: Key) -> Arrow:
         return arrows.setdefault((tail, head, active, kind), Arrow(tail, head, active))
 
     for place, node in enumerate(links.nodes):
+        if not isinstance(node, Send) or not links.used[place]:
+            items[item_of(place)].nodes.append(node)
+    for place, node in enumerate(links.nodes):
         if isinstance(node, Send):
-            tail = item_of(links.used[place][0]) if links.used[place] else item_of(place)
             head = item_of(links.recv_of[place])
-            arrow(tail, head, node.active, ("sent", node.awaited)).sends.append(node)
+            arrow(item_of(place), head, node.active, ("sent", node.awaited)).sends.append(node)
         else:
             for used in links.used[place]:
                 if (tail := item_of(used)) != (head := item_of(place)):
@@ -145,19 +142,13 @@ def _by_chain(links: _Links) -> list[Key]:
     nodes, keys = links.nodes, _by_node(links)
     chains: dict[int, list[int]] = {}  # by the last of them
     for place, node in enumerate(nodes):  # what a node uses comes before it
-        if not isinstance(node, Operation):
-            continue
-        chain = [place]
-        if len(links.used[place]) == 1:
-            before = links.used[place][0]
-            if before in chains and len(links.users[before]) == 1 and nodes[before].active == node.active:
-                chain = chains.pop(before)
-                chain.append(place)
-        chains[place] = chain
+        if isinstance(node, Operation):
+            before = links.used[place][0] if len(links.used[place]) == 1 else -1
+            follows = before in chains and len(links.users[before]) == 1 and nodes[before].active == node.active
+            chains[place] = [*(chains.pop(before) if follows else ()), place]
     for last, chain in chains.items():
-        if len(chain) >= _CHAIN:
-            for place in chain:
-                keys[place] = ("chain", last)
+        for place in chain if len(chain) >= _CHAIN else ():
+            keys[place] = ("chain", last)
     return keys
 
 
@@ -225,8 +216,7 @@ def _messages_around(links: _Links) -> tuple[list[int], list[int]]:
     upstream, downstream = [0] * len(links.nodes), [0] * len(links.nodes)
 
     def bit(worker: int, message: int) -> int:
-        number = bits.setdefault((worker, message), len(bits))
-        return 1 << number
+        return 1 << bits.setdefault((worker, message), len(bits))
 
     for place, node in enumerate(links.nodes):
         if isinstance(node, Recv):
@@ -245,21 +235,17 @@ def _messages_around(links: _Links) -> tuple[list[int], list[int]]:
 
 
 def _absorb(links: _Links, keys: list[Key], may_join: Callable[[int], bool]) -> None:
-    """What only one item uses joins it; leaves with the same users are one, and so are Recvs with the same users."""
+    """Joins a node with the only item that uses it; leaves that have the same users, and Recvs that have."""
     nodes = links.nodes
     for place in range(len(nodes) - 1, -1, -1):
-        node = nodes[place]
+        node, users = nodes[place], [nodes[user] for user in links.users[place]]
         if isinstance(node, Send | Root):
             continue
-        users = frozenset(keys[user] for user in links.users[place])
-        may_be_hidden = all(isinstance(nodes[user], Operation) for user in links.users[place])
+        items = frozenset(keys[user] for user in links.users[place])
+        is_hidden = all(isinstance(user, Operation) and user.active == node.active for user in users)
         if isinstance(node, Recv):
-            keys[place] = ("received", node.worker_id, node.peer_id, users, node.active)
-        elif may_be_hidden and len(users) == 1 and may_join(place) and _same_activity(nodes, place, links):
-            keys[place] = next(iter(users))
-        elif isinstance(node, Leaf) and users:
-            keys[place] = ("leaves", node.worker_id, users, node.active)
-
-
-def _same_activity(nodes: Sequence[Node], place: int, links: _Links) -> bool:
-    return all(nodes[user].active == nodes[place].active for user in links.users[place])
+            keys[place] = ("received", node.worker_id, node.peer_id, items, node.active)
+        elif is_hidden and len(items) == 1 and may_join(place):
+            keys[place] = next(iter(items))
+        elif isinstance(node, Leaf) and items:
+            keys[place] = ("leaves", node.worker_id, items, node.active)
