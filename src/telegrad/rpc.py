@@ -23,7 +23,8 @@ from .primitives.current import current_worker, default_worker, set_default_work
 from .primitives.futures import Future
 from .primitives.text import check_name
 from .primitives.untraced import untraced
-from .rendezvous.group import Group, open_store
+from .rendezvous.address import open_store
+from .rendezvous.group import Group
 from .rref import RRef, create
 from .runtime.pending import UNSET_TIMEOUT as UNSET_TIMEOUT
 from .worker import Worker

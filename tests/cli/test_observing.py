@@ -18,7 +18,8 @@ import telegrad
 from telegrad import autograd, errors, rpc
 from telegrad.cli.observer import Look, Observer, Report, Seen
 from telegrad.primitives.current import current_worker
-from telegrad.rendezvous.group import Group, connect_store, serve_store
+from telegrad.rendezvous.address import connect_store, serve_store
+from telegrad.rendezvous.group import Group
 from telegrad.worker import Worker
 
 QUICK = telegrad.Options(shutdown_timeout=10.0)

@@ -18,7 +18,8 @@ from torch.distributed import HashStore
 import telegrad
 from telegrad import errors, rpc
 from telegrad.primitives import current
-from telegrad.rendezvous.group import Group, open_store
+from telegrad.rendezvous.address import open_store
+from telegrad.rendezvous.group import Group
 from telegrad.worker import Worker
 
 PATIENCE = 60.0
@@ -189,7 +190,8 @@ def test_the_name_of_a_dead_worker_can_be_taken(address):
     a = join("a", address)
     script = f"""
 import os, telegrad
-from telegrad.rendezvous.group import Group, open_store
+from telegrad.rendezvous.address import open_store
+from telegrad.rendezvous.group import Group
 worker = telegrad.Worker.start("b", Group(open_store({address!r}, -1, None, 10)[0], None, 10))
 print(worker.id, flush=True)
 os.kill(os.getpid(), 9)

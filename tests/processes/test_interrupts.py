@@ -232,6 +232,7 @@ def test_a_start_that_fails_gives_everything_back(server):
 
 
 def _group(host: str, port: int) -> Any:
-    from telegrad.rendezvous.group import Group, connect_store
+    from telegrad.rendezvous.address import connect_store
+    from telegrad.rendezvous.group import Group
 
     return Group(connect_store(host, port, PATIENCE), None, PATIENCE)

@@ -17,7 +17,8 @@ import telegrad
 from telegrad import errors, rpc
 from telegrad.cli.observer import Observer
 from telegrad.messages import Member
-from telegrad.rendezvous.group import Group, connect_store, serve_store
+from telegrad.rendezvous.address import connect_store, serve_store
+from telegrad.rendezvous.group import Group
 from telegrad.runtime.routes import addresses_to_dial, why_none
 from telegrad.transport import listening
 from telegrad.worker import Worker

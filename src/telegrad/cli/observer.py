@@ -29,7 +29,8 @@ from ..messages import MIN_OBSERVER_ID, PROBE_ID, Member
 from ..options import Options
 from ..primitives import clock
 from ..primitives.current import current_worker
-from ..rendezvous.group import Group, connect_store
+from ..rendezvous.address import connect_store
+from ..rendezvous.group import Group
 from ..worker import Statistics, Worker
 
 _MOST_SAMPLES = 10_000

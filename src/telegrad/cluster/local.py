@@ -29,7 +29,8 @@ from ..primitives import clock, current
 from ..primitives.futures import Future
 from ..primitives.interrupts import critical, install, run_all, uninstall
 from ..primitives.text import check_name
-from ..rendezvous.group import Group, poll_until, serve_store
+from ..rendezvous.address import serve_store
+from ..rendezvous.group import Group, poll_until
 from ..transport.inproc import Hub
 from ..worker import Worker
 from .forkserver import ForkServer, Job

@@ -162,8 +162,9 @@ class RemoteModule(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
         """Handles to the parameters, with their names."""
-        asked = {"prefix": prefix, "recurse": recurse, "remove_duplicate": remove_duplicate}
-        return iter(self._members("named_parameters", **asked))
+        return iter(
+            self._members("named_parameters", prefix=prefix, recurse=recurse, remove_duplicate=remove_duplicate)
+        )
 
     def buffers(self, recurse: bool = True) -> Iterator[RRef[torch.Tensor]]:  # type: ignore[override]
         """Handles to the buffers."""
@@ -173,8 +174,7 @@ class RemoteModule(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, RRef[torch.Tensor]]]:
         """Handles to the buffers, with their names."""
-        asked = {"prefix": prefix, "recurse": recurse, "remove_duplicate": remove_duplicate}
-        return iter(self._members("named_buffers", **asked))
+        return iter(self._members("named_buffers", prefix=prefix, recurse=recurse, remove_duplicate=remove_duplicate))
 
     def _members(self, which: str, **asked: Any) -> Named:
         found: Named = self._call(remote.members, which, asked)

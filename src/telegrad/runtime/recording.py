@@ -240,9 +240,10 @@ class Recorder:
         if recording is None or recording.session.id != session_id:
             return None
         self._drop(recording)
-        # A thread that reads a message may still append to the lists.
-        rows, threads = list(recording.part.rows), dict(recording.part.threads)
-        return replace(recording.part, rows=rows, threads=threads, clock_offset=clock_offset())
+        part = recording.part
+        # Copies: a thread that sends or reads a message may still add to the part's own.
+        rows, threads, sent_to = list(part.rows), dict(part.threads), set(part.sent_to)
+        return replace(part, rows=rows, threads=threads, sent_to=sent_to, clock_offset=clock_offset())
 
     def _drop(self, recording: _Recording) -> None:
         self._hold(recording)
