@@ -15,7 +15,7 @@ torch.autograd.backward = torch.autograd.grad = None
 import sys
 import telegrad
 telegrad.LocalCluster, telegrad.Worker, telegrad.autograd, telegrad.errors, telegrad.rpc
-for_the_command_line = {"typer", "rich", "matplotlib", "graphviz"}
+for_the_command_line = {"typer", "rich", "matplotlib", "pygments", "pygraphviz"}
 assert not for_the_command_line & set(sys.modules), for_the_command_line & set(sys.modules)
 """
 

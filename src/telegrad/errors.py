@@ -15,7 +15,7 @@
     ├── GradientError            a backward pass that cannot be run as asked for
     │   ├── UnknownContextError  no such context here: it was never known, or it has ended
     │   └── BackwardError        a backward pass that failed, on this worker or another
-    ├── DrawingError             a picture that cannot be drawn here: no graphviz
+    ├── DrawingError             a picture that cannot be drawn here: no pygraphviz
     ├── RemoteError              a remote exception whose own type cannot be rebuilt here
     ├── TraceError               a file that is no trace, or only the beginning of one
     ├── MessageError
