@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 import telegrad
-from telegrad import autograd, profiler, rpc
+from telegrad import autograd, compat, profiler, rpc
 
 
 def product(x: torch.Tensor) -> torch.Tensor:
@@ -40,6 +40,7 @@ def test_kernels_are_in_the_timeline(server: telegrad.ForkServer, tmp_path: Path
         assert "aten::mm" in table
         assert "CUDA total" in table
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        compat.follow_profiles()
         with torch.profiler.profile(activities=activities, acc_events=True) as theirs:  # else torch warns
             step()
         key = "rpc_sync#product(driver -> a)#remote_op: aten::mm"

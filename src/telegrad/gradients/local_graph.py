@@ -106,8 +106,6 @@ class Graph:
         if node.__class__ is AccumulateGrad:
             self.leaves.append(node)
             return NOTHING
-        if not node._sequence_nr():
-            node._set_sequence_nr(1)
         return frozenset((node.id,))
 
     def _union(self, a: Reach, b: Reach) -> Reach:
