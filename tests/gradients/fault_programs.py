@@ -362,6 +362,21 @@ def soon(limit: float = SOON) -> Iterator[None]:
     assert ticks * tick < limit, f"took {ticks * tick:.2f} s"
 
 
+def stuck_error(
+    clock: Any, context_id: int, loss: Tensor, place: str, awaited: int, **kwargs: Any
+) -> errors.BackwardError:
+    """What a pass raises that stands still until its time is over: a minute, which takes no time. It stands still when
+    a thread is at the gate of a place and so many Sends are awaited."""
+    running = InThread(autograd.backward, context_id, [loss], timeout=60.0, **kwargs)
+    wait_for_arrival(place)
+    wait_until(lambda: len(autograd.graph(context_id).awaited) == awaited, "the pass stands still")
+    clock.jump(60.0)
+    error = running.wait().error
+    assert isinstance(error, errors.BackwardError), error
+    assert "timeout (60000 ms)" in str(error)
+    return error
+
+
 def backward_error(context_id: int, loss: Tensor, **kwargs: Any) -> errors.BackwardError:
     """What a pass that fails raises; it does so soon."""
     kwargs.setdefault("timeout", PATIENCE)

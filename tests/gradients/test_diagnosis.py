@@ -22,6 +22,7 @@ from fault_programs import (
     open_gate,
     soon,
     stop,
+    stuck_error,
     wait_at_gate,
 )
 
@@ -50,11 +51,11 @@ HELD_UP = {
 
 
 @pytest.mark.parametrize("place", HELD_UP)
-def test_a_pass_whose_time_is_over(trio, place):
+def test_a_pass_whose_time_is_over(trio, place, jumping_clock):
     with autograd.context() as context_id:
         loss = forward(Fault(place, action=wait_at_gate))
         messages = sends_by_ends(context_id)
-        error = backward_error(context_id, loss, timeout=0.2)
+        error = stuck_error(jumping_clock, context_id, loss, place, len(HELD_UP[place]))
         assert awaited_in(error) == [(messages[ends], *ends) for ends in HELD_UP[place]], str(error)
         assert str(error).endswith(f"Worker {PLACES[place]!r} awaits nothing: the pass runs there.")
         rpc.rpc_sync(PLACES[place], open_gate, args=(place,))
@@ -108,10 +109,10 @@ def test_a_pass_that_fails_by_itself_asks_nobody(workers):
         assert str(error).endswith("boom at last (worker 'c', in a backward pass)")
 
 
-def test_a_fan_names_the_branch_that_is_held_up(workers):
+def test_a_fan_names_the_branch_that_is_held_up(workers, jumping_clock):
     with autograd.context() as context_id:
         loss = fan((), (Fault("last", action=wait_at_gate),))
-        error = backward_error(context_id, loss, timeout=0.2)
+        error = stuck_error(jumping_clock, context_id, loss, "last", 1)
         assert [ends for _, *ends in awaited_in(error)] == [["driver", "c"]], str(error)
         open_gate("last")
     check_nothing_is_left()

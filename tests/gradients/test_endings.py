@@ -19,7 +19,6 @@ from fault_programs import (
     Fault,
     InThread,
     Trip,
-    backward_error,
     check_error,
     check_nothing_is_left,
     check_shows_nothing,
@@ -27,6 +26,7 @@ from fault_programs import (
     forward,
     open_gate,
     soon,
+    stuck_error,
     wait_at_gate,
     wait_for_arrival,
     wait_until,
@@ -46,11 +46,10 @@ from telegrad.primitives.waiter import Waiter
 
 
 @pytest.mark.parametrize("place", ["outer", "last", "inner"])
-def test_a_pass_that_is_stuck_ends_in_time_and_says_who_is_not_done(trio, place):
+def test_a_pass_that_is_stuck_ends_in_time_and_says_who_is_not_done(trio, place, jumping_clock):
     with autograd.context() as context_id:
         loss = forward(Fault(place, action=wait_at_gate))
-        error = backward_error(context_id, loss, timeout=0.2)
-        assert "timeout (200 ms)" in str(error)
+        error = stuck_error(jumping_clock, context_id, loss, place, 1 if place == "inner" else 2)
         assert type(error.__cause__) is errors.CallTimeoutError
         assert repr(PLACES[place]) in str(error)
         assert "are not done" in str(error)
@@ -61,11 +60,14 @@ def test_a_pass_that_is_stuck_ends_in_time_and_says_who_is_not_done(trio, place)
     check_nothing_is_left()
 
 
-def test_a_root_that_waits_for_nothing_but_reports_ends_in_time(workers):
+def test_a_root_that_waits_for_nothing_but_reports_ends_in_time(workers, jumping_clock):
     """The root has nothing to wait for but the reports of others."""
     with autograd.context() as context_id:
         loss = rpc.rpc_sync("b", programs.on_c, args=(torch.ones(3), (Fault("last", "leaf hook", wait_at_gate),)))
-        error = backward_error(context_id, loss.sum(), timeout=0.2)
+        running = InThread(autograd.backward, context_id, [loss.sum()], timeout=60.0)
+        programs.wait_for_arrival("last")
+        jumping_clock.jump(60.0)
+        error = running.wait().error
         assert "workers ['b'] are not done" in str(error)
         open_gate("last")
         check_shows_nothing(context_id)

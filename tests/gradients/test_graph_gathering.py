@@ -23,10 +23,10 @@ from fault_fixtures import workers  # noqa: F401
 from fault_programs import (
     Fault,
     InThread,
-    backward_error,
     forward,
     open_gate,
     stop,
+    stuck_error,
     wait_at_gate,
     wait_for_arrival,
 )
@@ -386,11 +386,11 @@ def test_a_pass_that_is_stuck_shows_what_is_awaited_and_goes_on(workers):
     programs.check_nothing_is_left()
 
 
-def test_a_failed_pass_shows_what_was_awaited_until_the_next_one(workers):
+def test_a_failed_pass_shows_what_was_awaited_until_the_next_one(workers, jumping_clock):
     with autograd.context() as context_id:
         faults = [Fault("last", action=wait_at_gate)]
         loss = forward(*faults)
-        backward_error(context_id, loss, retain_graph=True, timeout=0.2)
+        stuck_error(jumping_clock, context_id, loss, "last", 2, retain_graph=True)
         graph = autograd.graph(context_id)
         assert awaited(graph) == [("b", "c"), ("driver", "b")]
         assert "awaited when the pass failed" in str(graph)
