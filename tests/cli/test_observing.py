@@ -20,6 +20,7 @@ from telegrad.cli.observer import Look, Observer, Report, Seen
 from telegrad.primitives.current import current_worker
 from telegrad.rendezvous.address import connect_store, serve_store
 from telegrad.rendezvous.group import Group
+from telegrad.runtime import shutdown
 from telegrad.worker import Worker
 
 QUICK = telegrad.Options(shutdown_timeout=10.0)
@@ -193,7 +194,7 @@ def find(look: Look, name: str) -> Seen:
 def test_of_a_name_only_the_newest_worker_is_shown():
     store = serve_store("127.0.0.1", 0, 10.0)
     old = Worker.start("x", Group(store, None, 10.0), QUICK)
-    old._tear_down()  # as if it had been killed: its entry stays
+    shutdown._tear_down(old)  # as if it had been killed: its entry stays
     new = Worker.start("x", Group(store, None, 10.0), QUICK)
     try:
         with Observer(f"127.0.0.1:{store.port}") as observer:

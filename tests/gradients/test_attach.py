@@ -43,8 +43,8 @@ def test_a_context_that_ends_before_its_message_is_attached():
     context = worker.contexts.new()
     worker.contexts.take_out(context.id)
     envelope = Envelope(Kind.CALL, worker.new_id())
-    sent = worker.attach.outgoing(context, envelope, [], "wire", 2)
-    assert sent.autograd is None, "its receiver would make a context of which nobody tells it the end"
+    worker.attach.outgoing(context, envelope, [], "wire", 2)
+    assert envelope.autograd is None, "its receiver would make a context of which nobody tells it the end"
     with pytest.raises(errors.UnknownContextError, match=f"context {context.id} has 1 tensors that require grad"):
         worker.attach.outgoing(context, envelope, [torch.ones(3, requires_grad=True)], "wire", 2)
     assert len(worker.contexts.log) == 0

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from pathlib import Path
@@ -344,7 +345,7 @@ class Release:
 
 
 def test_no_files_are_left():
-    assert not list(Path("/tmp").glob("telegrad-*"))
+    assert not list(Path(tempfile.gettempdir()).glob("telegrad-*"))
 
 
 def test_all_of_a_group_hear_that_a_name_was_given_twice(tmp_path):
