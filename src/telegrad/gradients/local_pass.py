@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from .._torch import run_backward
 from ..errors import GradientError
-from ..messages import Begin, Envelope, sender_of
+from ..messages import COUNTER_BITS, Begin, Envelope, sender_of
 from ..primitives import clock, current
 from ..primitives.interrupts import interruptible
 from ..primitives.waiter import Waiter
@@ -360,7 +360,7 @@ class EngineCall:
                 gradients = tuple(self._collected.pop(message))
             self._unposted -= 1
             is_last = self._unposted == 0 and len(local.part.arrived) == len(local.part.sends)
-        if is_last and sender_of(message) == sender_of(self.pass_id):
+        if is_last and message >> COUNTER_BITS == self.pass_id >> COUNTER_BITS:
             # The engine has nothing more to wait for and is all but done: the root hears of that in the same message.
             local.last = (message, gradients)
         else:

@@ -18,7 +18,7 @@ import torch
 
 from ..errors import NotStartedError, PeerLostError, TooLargeError, UnknownContextError, text_of
 from ..events import logger
-from ..messages import Autograd, Begin, Done, Envelope, Gradients, Kind, Member, sender_of, shortened
+from ..messages import COUNTER_BITS, Autograd, Begin, Done, Envelope, Gradients, Kind, Member, sender_of, shortened
 from ..options import SHARED_MEMORY_FROM
 from ..primitives import clock, current
 from .backward_pass import Commit, Discard, Interrupt, Late, Part, PartInstruction, Report, Start, State, Wake
@@ -238,7 +238,7 @@ class Parts:
         envelope = Envelope(Kind.GRADIENTS, self._host.new_message_id(), message, autograd=autograd)
         tracked = context if begin.create_graph else None
         left = None if local.deadline is None else max(0.0, local.deadline - clock.now())
-        post = partial(self._host.post, sender_of(message), envelope, Gradients(gradients), left, tracked)
+        post = partial(self._host.post, message >> COUNTER_BITS, envelope, Gradients(gradients), left, tracked)
         if done or sum(map(_size_of, gradients)) < SHARED_MEMORY_FROM:
             post()
         else:
@@ -251,7 +251,7 @@ class Parts:
             self._on_local_end(local, error)
 
     def _report(self, local: LocalPass, error: BaseException | None) -> None:
-        root_id = sender_of(local.pass_id)
+        root_id = local.pass_id >> COUNTER_BITS
         if root_id == self._id:
             self._report_here(local, error)
             return

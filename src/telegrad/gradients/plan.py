@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import GradientError, UnknownContextError
-from ..messages import Entry, sender_of
+from ..messages import COUNTER_BITS, Entry, sender_of
 from .contexts import Context, Contexts
 from .dependency_log import MissingEntryError, flatten_groups, useful
 from .local_graph import Edge, Node, find_received, leads_to
@@ -44,7 +44,7 @@ class Planner:
         known: dict[Node, bool] = {}
 
         def is_source(id: int) -> bool:
-            if sender_of(id) != self._id:
+            if id >> COUNTER_BITS != self._id:
                 return False
             edge = self._contexts.find_sent(context, id).edge
             return edge in targets or leads_to(edge[0], targets, known)
@@ -52,7 +52,9 @@ class Planner:
         reached = {id for id in useful(entries, is_source) if id > 0}
         wanted: dict[int, set[int]] = {self._id: flatten_groups(received, entries) & reached}
         for id in reached:
-            wanted.setdefault(sender_of(id), set()).update(flatten_groups(entries[id].depends_on, entries) & reached)
+            wanted.setdefault(id >> COUNTER_BITS, set()).update(
+                flatten_groups(entries[id].depends_on, entries) & reached
+            )
         return Plan(_by_worker(reached), {worker: tuple(sorted(ids)) for worker, ids in wanted.items()})
 
     def _closure(self, received: Iterable[int], edges: Sequence[Edge]) -> dict[int, Entry]:
@@ -73,7 +75,7 @@ def _by_worker(ids: Iterable[int]) -> dict[int, tuple[int, ...]]:
     found: dict[int, list[int]] = {}
     for id in ids:
         if id > 0:
-            found.setdefault(sender_of(id), []).append(id)
+            found.setdefault(id >> COUNTER_BITS, []).append(id)
     return {worker: tuple(sorted(own)) for worker, own in found.items()}
 
 

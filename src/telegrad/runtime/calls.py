@@ -264,12 +264,14 @@ class Calls:
         before = thread.critical
         thread.critical = before + 1
         try:
-            try:
-                _, connection = self._peers.reach(to, timeout)
-            except UnknownWorkerError as error:
-                raise self._lost(to, "it has left the group") from error
-            except PeerLostError as error:
-                raise self._lost(to, str(error)) from error
+            peer = self._peers.known_peers.get(to)
+            if peer is None or (connection := peer.connection) is None:
+                try:
+                    _, connection = self._peers.reach(to, timeout)
+                except UnknownWorkerError as error:
+                    raise self._lost(to, "it has left the group") from error
+                except PeerLostError as error:
+                    raise self._lost(to, str(error)) from error
             try:
                 self._worker.send(connection, envelope, body, timeout, None, context)
             except TransportError as error:

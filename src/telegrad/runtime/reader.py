@@ -12,7 +12,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from ..errors import ConnectionClosedError, TelegradError
 from ..events import Events, logger
@@ -29,7 +31,7 @@ _GRACE = 1.0  # seconds
 _ANSWERS = frozenset((int(Kind.REPLY), int(Kind.FAILURE)))
 
 
-class Incoming(NamedTuple):
+class Incoming(msgspec.Struct, eq=False):
     """A message that was read."""
 
     connection: Connection
@@ -165,7 +167,7 @@ class Reader:
         if envelope.autograd is not None:
             self._merge(envelope, connection)
         if envelope.lent or envelope.creates or envelope.dropped:
-            frames = frames._replace(keep=self._arrive(envelope, connection.peer.id))
+            frames.keep = self._arrive(envelope, connection.peer.id)
         if envelope.kind == Kind.CALL:
             if envelope.timeout is not None:
                 deadline = clock.now() + envelope.timeout

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -67,7 +67,7 @@ _FIELDS, _ARGS, _ARGS_AND_KWARGS = 0, 1, 2  # the body's fields; the arguments o
 _CARRIES = 0x80  # added to the above: the second buffer has definitions
 
 
-class Packed(NamedTuple):
+class Packed(msgspec.Struct, eq=False):
     """A body as bytes, with no envelope yet."""
 
     buffers: list[Buffer]

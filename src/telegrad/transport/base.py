@@ -21,7 +21,9 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from ..errors import AddressError, ConnectError, TooLargeError
 from ..messages import Hello
@@ -46,7 +48,7 @@ def ignore(_: object) -> None:
     """Does nothing: the default of `on_failed`."""
 
 
-class Frames(NamedTuple):
+class Frames(msgspec.Struct, eq=False):
     """A message as bytes. A buffer that is a memoryview is flat, and of bytes.
 
     Written: `keep` holds what must stay alive while the buffers are read from. After `write` returned or raised the
