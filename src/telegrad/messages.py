@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 WORKER_BITS = 15  # ids are worker_id << 48 | counter, and fit a signed 64-bit integer
 COUNTER_BITS = 48
@@ -97,7 +97,7 @@ class Profiling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     session: Session | None = None  # to take part in a timeline
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     """One entry of the log: what a sent tensor depends on. A negative id is no tensor, but stands for several."""
 
     id: int
@@ -109,8 +109,8 @@ class Autograd(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     """The history of the tensors in a message that was sent in a context."""
 
     context: int
-    sent: tuple[Entry, ...] = ()  # its tensors that require grad, each with an id of its own
-    entries: tuple[Entry, ...] = ()  # what the receiver may not know yet of all that is upstream of them
+    sent: tuple[LogEntry, ...] = ()  # its tensors that require grad, each with an id of its own
+    entries: tuple[LogEntry, ...] = ()  # what the receiver may not know yet of all that is upstream of them
     during: int = 0  # the backward pass that gradients belong to, or in whose hooks a call was made
     done: bool = False  # of gradients: with them the sender's part in the pass is done
 

@@ -20,18 +20,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from .errors import (
-    HandedOverError,
-    NotStartedError,
-    PeerLostError,
-    RendezvousError,
-    TelegradError,
-    text_of,
-)
+from .errors import HandedOverError, NotStartedError, PeerLostError, RendezvousError, TelegradError, text_of
 from .events import Event, Events
 from .gradients.attach import Attach, refuse
 from .gradients.contexts import Context, Contexts
-from .gradients.root import Engine
+from .gradients.engine import Engine
 from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Failure, Hello, Kind, Member, WorkerInfo, sender_of
 from .options import Options
 from .primitives import current
@@ -104,7 +97,7 @@ class Worker:
         self._peers.know_self(member, self._self_ends[0])
         # For gradients and references (gradients/host.py):
         self.submit = self._threads.submit
-        self.wait, self.watch = self._reader.wait, self._reader.watch
+        self.wait, self.begin_turn = self._reader.wait, self._reader.begin_turn
         self.open_control = self._codec.open_control
         self.post = self.calls.post
         self.decode_error = self.calls.error_of

@@ -11,7 +11,7 @@ import torch
 from telegrad import errors
 from telegrad.gradients.attach import Attach
 from telegrad.gradients.contexts import Context, Contexts
-from telegrad.messages import Autograd, Entry, Envelope, Hello, Kind
+from telegrad.messages import Autograd, Envelope, Hello, Kind, LogEntry
 
 
 @dataclass(eq=False)
@@ -66,6 +66,6 @@ def test_a_context_that_ends_while_its_message_is_read():
     context = worker.contexts.new()
     worker.end_before("merge", context)
     message = (2 << 48) + 1
-    said = Autograd(context.id, (Entry(message, context.id, ()),))
+    said = Autograd(context.id, (LogEntry(message, context.id, ()),))
     worker.attach.merge(Envelope(Kind.REPLY, message, autograd=said), Link(Hello("g", 2, "peer")))
     assert len(worker.contexts.log) == 0

@@ -7,13 +7,13 @@ import random
 import pytest
 
 from telegrad.gradients.dependency_log import Log, MissingEntryError, flatten_groups, useful
-from telegrad.messages import Entry
+from telegrad.messages import LogEntry
 
 CONTEXT, OTHER = 1000, 2000
 
 
-def entry(id: int, *depends_on: int, context: int = CONTEXT) -> Entry:
-    return Entry(id, context, depends_on)
+def entry(id: int, *depends_on: int, context: int = CONTEXT) -> LogEntry:
+    return LogEntry(id, context, depends_on)
 
 
 #      1 ◀── 2 ◀── 4 ◀── 6        7 (nothing)

@@ -117,7 +117,7 @@ def test_a_pass_whose_time_is_over_as_the_last_report_comes(workers, monkeypatch
         waiter.sleep(deadline - clock.now())
 
     monkeypatch.setattr(BackwardPass, "on_report", slowly)
-    monkeypatch.setattr(host, "watch", lambda peer: None)
+    monkeypatch.setattr(host, "begin_turn", lambda: None)
     monkeypatch.setattr(host, "wait", wait_without_reading)
     with autograd.context() as context_id:
         leaf = torch.ones(3, requires_grad=True)

@@ -98,3 +98,19 @@ def test_nothing_is_left_after_a_thousand_failed_passes():
     assert later_memory - memory < 500 * 3 * 500
     check_works()
     check_nothing_is_left()
+
+
+class UnspeakableError(SystemExit):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def exit_without_a_word(place: str) -> None:
+    raise UnspeakableError
+
+
+def test_an_exception_whose_text_cannot_be_had():
+    with autograd.context() as context_id, programs.soon():
+        with pytest.raises(errors.BackwardError, match="UnspeakableError"):
+            autograd.backward(context_id, [forward(Fault("last", action=exit_without_a_word))], timeout=PATIENCE)
+    check_nothing_is_left()

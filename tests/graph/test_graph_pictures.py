@@ -19,20 +19,7 @@ import torch
 
 import telegrad
 from telegrad import autograd, errors, rpc
-from telegrad.graph import (
-    Awaited,
-    Edge,
-    Graph,
-    Leaf,
-    Node,
-    Operation,
-    PartState,
-    Recv,
-    Root,
-    Send,
-    WorkerPart,
-    drawing,
-)
+from telegrad.graph import Awaited, Edge, Graph, Leaf, Node, Operation, PartState, Recv, Root, Send, WorkerPart, drawing
 from telegrad.graph.folding import DETAILS, Picture, fold
 from telegrad.messages import COUNTER_BITS
 

@@ -143,7 +143,7 @@ class Bench:
         self.function: Callable[[int], None] = lambda id: None  # runs for each call that comes
         self.pending = PendingCalls(self._on_expired, lambda task: lambda seconds: None)
         self.reader = Reader(
-            "bench", self.lease, self.codec, self.pending, SimpleNamespace(submit=self._submit),  # type: ignore[arg-type]
+            "bench", self.lease, self.codec, self.pending, SimpleNamespace(submit=self._submit, start=self._nothing),  # type: ignore[arg-type]
             Events(), str,
             receive=self._receive, on_expired=self._on_expired, on_lost=self._on_lost, merge=self._nothing,
             arrive=self._nothing, on_control=self._nothing, on_marked=self._nothing,

@@ -267,6 +267,22 @@ def test_execution_is_at_most_once(cluster):
     assert rpc.rpc_sync("b", count_of) - before <= 10
 
 
+class UnspeakableError(SystemExit):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def exit_without_a_word() -> None:
+    raise UnspeakableError
+
+
+def test_an_exception_whose_text_cannot_be_had(cluster):
+    with pytest.raises(errors.RemoteError, match="UnspeakableError"):
+        rpc.rpc_sync("a", exit_without_a_word)
+    with pytest.raises(errors.RemoteError, match="UnspeakableError"):
+        rpc.rpc_async("a", exit_without_a_word).wait(PATIENCE)
+
+
 # -- futures ----------------------------------------------------------------------------------------------
 
 

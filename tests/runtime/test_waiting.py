@@ -135,7 +135,8 @@ def test_a_call_is_completed_once_whatever_comes_first():
         call = PendingCall(1, "f", "b", 1.0, 1)
         call.connection = connection
         pending_calls.calls[call.id] = call
-        pending_calls.watch(call)
+        call.sent = True
+        pending_calls.expire_in_time(call)
 
         def answer() -> None:
             world.block(lambda: False, 1.0)
@@ -169,7 +170,8 @@ def test_every_watched_call_expires_also_after_one_that_could_not_be_completed()
         def watch(id: int, timeout: float) -> None:
             call = PendingCall(id, "f", "b", timeout, 1)
             pending_calls.calls[call.id] = call
-            pending_calls.watch(call)
+            call.sent = True
+            pending_calls.expire_in_time(call)
 
         watch(1, 3.0)
         world.spawn(lambda: watch(2, 1.0), "sooner")
@@ -187,6 +189,18 @@ def test_every_watched_call_expires_also_after_one_that_could_not_be_completed()
         return must_hold
 
     in_all_orders(play, of=3)
+
+
+def test_a_call_that_is_being_sent_does_not_expire():
+    """The thread that sends it watches its time, and gives back its place in the window."""
+    expired: list[PendingCall] = []
+    pending_calls = PendingCalls(expired.append, lambda task: lambda seconds: None)
+    call = pending_calls.calls[1] = PendingCall(1, "f", "a", 0.0, 1)
+    pending_calls._expire()
+    assert not expired
+    call.sent = True
+    pending_calls._expire()
+    assert expired == [call]
 
 
 def test_only_the_worker_that_was_asked_can_answer():

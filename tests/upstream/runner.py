@@ -32,8 +32,8 @@ def _count_agent(self: Any, *_: Any, **__: Any) -> None:
 
 torch._C._distributed_rpc.TensorPipeAgent.__init__ = _count_agent
 telegrad.compat.install()
-# Tests of DDP call a rank as soon as their own init_process_group() has returned, and expect that it has returned there,
-# too. torch promises that only with this; without it, a quick call comes too early.
+# Tests of DDP call a rank as soon as their own init_process_group() has returned, and expect that it has returned
+# there, too. torch promises that only with this; without it, a quick call comes too early.
 os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
 
 # The suites are imported after install(), as any program of torch's is that runs on telegrad.

@@ -159,11 +159,12 @@ class ForkServer:
         return self._ended.get(pid, -signal.SIGKILL if self._gone else None)
 
     def _send(self, message: Any, request: _Request | None = None) -> None:
+        data = _encoded(message)  # before the request counts: answers come in the order of requests
         try:
             with self._lock:
                 if request is not None:
                     self._requests.append(request)
-                _send(self._socket, message)
+                self._socket.sendall(data)
         except OSError as error:
             raise ClusterError(f"the process that forks workers has ended: {error}") from error
 
@@ -249,7 +250,7 @@ def serve(fd: int, owner: int) -> None:
                 pids = [_fork(job, [sock, wake_read, wake_write, owner_fd]) for job in request.jobs]
                 children.update(dict.fromkeys(pids, float("inf")))
                 with contextlib.suppress(OSError):  # the owner has ended: the next poll says so
-                    _send(sock, Spawned(pids))
+                    sock.sendall(_encoded(Spawned(pids)))
             else:
                 for pid in set(request.pids) & set(children):
                     os.kill(pid, signal.SIGTERM)
@@ -278,7 +279,7 @@ def _report_ended(sock: socket.socket, children: dict[int, float]) -> None:
         if ended:
             del children[pid]
             with contextlib.suppress(OSError):
-                _send(sock, Ended(pid, os.waitstatus_to_exitcode(status)))
+                sock.sendall(_encoded(Ended(pid, os.waitstatus_to_exitcode(status))))
 
 
 def _fork(job: Job, to_close: list[Any]) -> int:
@@ -316,9 +317,9 @@ def _fork(job: Job, to_close: list[Any]) -> int:
 # -- messages between the two ----------------------------------------------------------------------------
 
 
-def _send(sock: socket.socket, message: Any) -> None:
+def _encoded(message: Any) -> bytes:
     data = msgspec.msgpack.encode(message)
-    sock.sendall(_LENGTH.pack(len(data)) + data)
+    return _LENGTH.pack(len(data)) + data
 
 
 def _receive(sock: socket.socket, type_: Any) -> Any:

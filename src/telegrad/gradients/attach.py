@@ -15,7 +15,7 @@ import torch
 
 from ..errors import GradientError, UnknownContextError
 from ..events import logger
-from ..messages import Autograd, Entry, Envelope, Hello
+from ..messages import Autograd, Envelope, Hello, LogEntry
 from ..primitives import current
 from .contexts import Context, Contexts, Sent
 from .nodes import make_recvs
@@ -63,7 +63,7 @@ class Attach:
             id = envelope.id if place == 0 else self._new_id()
             with context.lock:
                 sent.append(Sent(id, envelope.id, place, len(tensors), to, tensor, context.graph))
-        own = tuple([Entry(s.id, context.id, tuple(s.reach)) for s in sent])
+        own = tuple([LogEntry(s.id, context.id, tuple(s.reach)) for s in sent])
         log = self._contexts.log
         log.merge(own)
         for s in sent:

@@ -7,7 +7,7 @@
     participants   Part: gradients arrive, the engine runs ── Done ──▶ BackwardPass
     root           BackwardPass ── End ──▶ every Part: its gradients count, or (aborted) all is dropped
 
-root.py and participant.py drive them: with a lock around each event, and they carry the instructions out after it.
+engine.py and participant.py drive them: with a lock around each event, and they carry the instructions out after it.
 """
 
 from __future__ import annotations

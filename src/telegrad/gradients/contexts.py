@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import GradientError, UnknownContextError
-from ..messages import Entry, sender_of
+from ..messages import LogEntry, sender_of
 from .dependency_log import Log
 from .diagnosis import PartState
 from .leaves import GradientTable
@@ -139,7 +139,7 @@ class Contexts:
 
         def new_group(members: frozenset[int]) -> int:
             group = -self._new_id()
-            self.log.merge([Entry(group, id, tuple(sorted(members)))])
+            self.log.merge([LogEntry(group, id, tuple(sorted(members)))])
             return group
 
         return Context(id, Graph(new_group))

@@ -17,13 +17,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-from ..messages import Entry
+from ..messages import LogEntry
 
 
 class _Logged:
     __slots__ = ("entry", "known_by")
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: LogEntry) -> None:
         self.entry = entry
         self.known_by: set[object] = set()  # connections whose other end has it
 
@@ -52,7 +52,7 @@ class Log:
     def __contains__(self, id: int) -> bool:
         return id in self._entries
 
-    def merge(self, entries: Iterable[Entry], connection: object = None) -> None:
+    def merge(self, entries: Iterable[LogEntry], connection: object = None) -> None:
         """Takes over what a peer has told; with no connection, what this worker says itself."""
         with self._lock:
             for entry in entries:
@@ -65,12 +65,12 @@ class Log:
                 if connection is not None:
                     logged.known_by.add(connection)
 
-    def entries_for(self, connection: object, depends_on: Iterable[int]) -> list[Entry]:
+    def entries_for(self, connection: object, depends_on: Iterable[int]) -> list[LogEntry]:
         """Returns what is upstream of these tensors and was not carried by this connection yet.
 
         A peer that has an entry has all that is upstream of it, so the walk ends at the first that is known there.
         """
-        found: list[Entry] = []
+        found: list[LogEntry] = []
         with self._lock:
             waiting = list(depends_on)
             seen = set(waiting)
@@ -85,7 +85,7 @@ class Log:
                         waiting.append(id)
         return found
 
-    def written(self, connection: object, entries: Iterable[Entry]) -> None:
+    def written(self, connection: object, entries: Iterable[LogEntry]) -> None:
         """Notes that entries were written to a connection: later messages need not carry them.
 
         Not any earlier: another message could overtake the one that carries them. Two that are written at the same
@@ -97,13 +97,13 @@ class Log:
                 if logged is not None:
                     logged.known_by.add(connection)
 
-    def closure(self, ids: Iterable[int]) -> dict[int, Entry]:
+    def closure(self, ids: Iterable[int]) -> dict[int, LogEntry]:
         """Returns all that is upstream of these tensors, them included, by id.
 
         Raises:
             MissingEntryError: for the first that is not known.
         """
-        found: dict[int, Entry] = {}
+        found: dict[int, LogEntry] = {}
         waiting = list(ids)
         with self._lock:
             while waiting:
@@ -123,7 +123,7 @@ class Log:
                 del self._entries[id]
 
 
-def useful(entries: dict[int, Entry], is_source: Callable[[int], bool]) -> set[int]:
+def useful(entries: dict[int, LogEntry], is_source: Callable[[int], bool]) -> set[int]:
     """Returns those of a closure that lead to a source: gradients have to go there to reach it."""
     found: dict[int, bool] = {}
     for start in entries:
@@ -142,7 +142,7 @@ def useful(entries: dict[int, Entry], is_source: Callable[[int], bool]) -> set[i
     return {id for id, leads in found.items() if leads}
 
 
-def flatten_groups(depends_on: Iterable[int], entries: dict[int, Entry]) -> set[int]:
+def flatten_groups(depends_on: Iterable[int], entries: dict[int, LogEntry]) -> set[int]:
     """Returns the tensors themselves, where groups stand for several."""
     found: set[int] = set()
     waiting = list(depends_on)

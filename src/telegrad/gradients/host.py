@@ -1,4 +1,4 @@
-"""The worker, as gradients see it: messages out and in, waiting, and the names of other workers."""
+"""The worker, as gradients and references see it: messages out and in, waiting, and the names of other workers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from ..errors import TelegradError
+from ..errors import HandedOverError, TelegradError
 from ..events import Events, logger
 from ..messages import Done, End, Envelope, Failure, Kind, Release
 from ..primitives.waiter import Waiter
@@ -16,23 +16,26 @@ Task = Callable[[], None]
 
 
 class Host(Protocol):
-    """All that a pass needs of its worker."""
+    """All that gradients and references need of their worker."""
 
     events: Events
 
     def post(self, to: int, envelope: Envelope, body: Any, timeout: float | None, context: Context | None) -> None:
         """Sends a one-way message to the worker of that id. Raises PeerLostError."""
 
-    def wait(self, waiter: Waiter, peer: int, deadline: float | None, watch: Any) -> None:
-        """Waits for something that most likely comes from that worker."""
+    def wait(self, waiter: Waiter, peer: int, deadline: float | None, turn: Any) -> None:
+        """Waits for something that most likely comes from that worker; in a turn, if this thread has one."""
 
-    def watch(self, peer: int) -> Any:
+    def begin_turn(self) -> Any:
         """Has this thread read what arrives while it works on a pass; `end()` ends it. None: another thread reads."""
 
     def ask(
         self, workers: Iterable[int], function: Callable[..., Any], args: Sequence[Any], seconds: float
     ) -> tuple[dict[int, Any], dict[int, Exception]]:
         """Calls a function on each of them: (answers, errors). Takes `seconds` at most."""
+
+    def later(self, seconds: float, task: Task) -> Task:
+        """A function that has a task run so long after it was called. It takes no lock: finalisers call it."""
 
     def submit(self, task: Task) -> None: ...
     def new_message_id(self) -> int: ...
@@ -47,6 +50,8 @@ def tell(host: Host, worker: int, kind: Kind, body: Done | End | Release, timeou
     """Sends a one-way message. A lost peer is ignored; after a write timeout the send goes on in the background."""
     try:
         host.post(worker, Envelope(kind, host.new_message_id()), body, timeout, None)
+    except HandedOverError:
+        pass  # the rest of it follows
     except TimeoutError:
         host.submit(partial(tell, host, worker, kind, body, None))
     except TelegradError as error:

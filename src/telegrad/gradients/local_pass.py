@@ -69,7 +69,7 @@ class LocalPass:
 
     pass_id: int
     part: Part
-    since: float = field(default_factory=clock.now)
+    since: float = field(default_factory=lambda: clock.now())
     # Guards `part` and the three below. Threads that read take it: held for a moment only.
     lock: Any = field(default_factory=RLock)
     frames: dict[int, tuple[Envelope, Any]] = field(default_factory=dict)  # by message: its gradients, as read
@@ -84,7 +84,7 @@ class LocalPass:
     deadline: float | None = None
     depth: int = 1
     on_own_thread: bool = False  # on the thread that has called backward(), whose modes hold already
-    watch: Any = None  # by which that thread waits
+    turn: Any = None  # of that thread with the read lease
     # Left by the engine call:
     last: tuple[int, tuple[Gradient, ...]] | None = None  # a message and its gradients, which go with the report
     results: tuple[Gradient, ...] = ()  # of grad()
@@ -299,7 +299,7 @@ class EngineCall:
             if nodes.has_devices():
                 self._wait_beside_devices(waiter, self._receivers[message])
             else:
-                self._host.wait(waiter, self._receivers[message], local.deadline, local.watch)
+                self._host.wait(waiter, self._receivers[message], local.deadline, local.turn)
         self._check(message)
 
     def _wait_beside_devices(self, waiter: Waiter, peer: int) -> None:
@@ -310,7 +310,7 @@ class EngineCall:
             now = clock.now()
             if deadline is not None and now >= deadline:
                 return
-            self._host.wait(waiter, peer, now + _DEVICE_POLL, self._local.watch)
+            self._host.wait(waiter, peer, now + _DEVICE_POLL, self._local.turn)
             if not waiter.done:
                 with torch.enable_grad():
                     leaf = torch.zeros((), device="cuda", requires_grad=True)

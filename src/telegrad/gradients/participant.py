@@ -100,13 +100,15 @@ class Parts:
             ended = UnknownContextError(
                 f"{what} {begin.context} on worker {self._name!r}: what it had for the context is gone there"
             )
-            refusal = Done(begin.pass_id, self._host.encode_error(ended, root_id))
-            return partial(tell, self._host, root_id, Kind.DONE, refusal)
+            return partial(self._refuse, begin.pass_id, root_id, ended)
         context.heard_from.add(root_id)
         local.context, local.begin, local.depth = context, begin, depth
         if begin.timeout is not None:
             local.deadline = clock.now() + begin.timeout + _GRACE
         return self._while_reading(local, local.begins(self._contexts))
+
+    def _refuse(self, pass_id: int, root_id: int, reason: Exception) -> None:
+        tell(self._host, root_id, Kind.DONE, Done(pass_id, self._host.encode_error(reason, root_id)))
 
     def on_gradients(self, peer: int, envelope: Envelope, frames: Any) -> Task | None:
         """Keeps the gradients of a message. They are decoded when the engine comes to them."""
@@ -274,12 +276,14 @@ class Parts:
 
     def _post_done(self, pass_id: int, root_id: int, error: BaseException | None) -> None:
         failure = None if error is None else self._host.encode_error(error, root_id)
-        envelope = Envelope(Kind.DONE, self._host.new_message_id())
         try:
-            self._host.post(root_id, envelope, Done(pass_id, failure), None, None)
+            self._post(root_id, Done(pass_id, failure))
         except TooLargeError:
             assert failure is not None
-            self._host.post(root_id, envelope, Done(pass_id, shortened(failure)), None, None)
+            self._post(root_id, Done(pass_id, shortened(failure)))
+
+    def _post(self, root_id: int, done: Done) -> None:
+        self._host.post(root_id, Envelope(Kind.DONE, self._host.new_message_id()), done, None, None)
 
     def _commit(self, local: LocalPass) -> None:
         """Adds the gradients of a part to the context's, or to `.grad`. Any number of times."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import GradientError, UnknownContextError
-from ..messages import COUNTER_BITS, Entry, sender_of
+from ..messages import COUNTER_BITS, LogEntry, sender_of
 from .contexts import Context, Contexts
 from .dependency_log import MissingEntryError, flatten_groups, useful
 from .local_graph import Edge, Node, find_received, leads_to
@@ -57,7 +57,7 @@ class Planner:
             )
         return Plan(_by_worker(reached), {worker: tuple(sorted(ids)) for worker, ids in wanted.items()})
 
-    def _closure(self, received: Iterable[int], edges: Sequence[Edge]) -> dict[int, Entry]:
+    def _closure(self, received: Iterable[int], edges: Sequence[Edge]) -> dict[int, LogEntry]:
         try:
             return self._contexts.log.closure(received)
         except MissingEntryError as missing:

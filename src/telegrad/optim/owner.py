@@ -191,8 +191,9 @@ def create(
 
 
 def step(id: int, version: int, news: News | None, context_id: int) -> None:
+    gradients = _gradients(context_id)  # before the lock: this may wait for the end of a pass
     with _alone(id, version, news) as local:
-        local.step(_gradients(context_id))
+        local.step(gradients)
 
 
 def zero_grad(id: int, version: int, news: News | None, set_to_none: bool) -> None:

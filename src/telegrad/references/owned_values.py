@@ -6,11 +6,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import CallTimeoutError, PeerLostError, ValueGoneError
 from ..events import logger
-from ..messages import Envelope, sender_of
+from ..gradients.host import Host
+from ..messages import sender_of
 from ..primitives import clock, current
 from ..primitives.futures import Future
 from ..primitives.interrupts import interruptible
@@ -18,16 +19,6 @@ from ..primitives.waiter import Waiter
 from .entries import Owned, Task, without_frames
 
 _TOMBSTONES = 10_000
-
-
-class Host(Protocol):
-    """What is needed of the worker."""
-
-    def post(self, to: int, envelope: Envelope, body: Any, timeout: float | None, context: None) -> None: ...
-    def submit(self, task: Task) -> None: ...
-    def later(self, seconds: float, task: Task) -> Task: ...
-    def new_message_id(self) -> int: ...
-    def name_of(self, worker_id: int) -> str: ...
 
 
 class OwnedValues:

@@ -30,15 +30,12 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from ..errors import (
-    PeerLostError,
-    ProtocolError,
-    TelegradError,
-)
+from ..errors import PeerLostError, ProtocolError, TelegradError
 from ..events import logger
+from ..gradients.host import Host
 from ..messages import Drop, Envelope, Hold, Kind, Lent, Return, sender_of
 from .entries import Arrival, Entry, Held, Owned, Task
-from .owned_values import Host, OwnedValues
+from .owned_values import OwnedValues
 
 _SOON = 2e-3  # seconds after which the owner hears that a handle has died, if no message went there meanwhile
 
@@ -179,6 +176,7 @@ class References(OwnedValues):
         clear_soon = self._clear_soon
         if envelope.dropped and clear_soon is not None:
             clear_soon()
+        envelope.lent = envelope.dropped = ()  # it may be sent again
 
     def incoming(self, envelope: Envelope, sender: int) -> Arrival:
         """Counts what a message creates, lends and gives back. While reading: never blocks, and runs no user code.

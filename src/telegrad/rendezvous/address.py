@@ -47,7 +47,9 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
 
 
 def _from_query(query: str, rank: int, world_size: int | None) -> tuple[int, int | None]:
-    given = {key: int(value) for key, value in parse_qsl(query) if key in ("rank", "world_size")}
+    given = {
+        key: int(value) for key, value in parse_qsl(query, keep_blank_values=True) if key in ("rank", "world_size")
+    }
     return given.get("rank", rank), given.get("world_size", world_size)
 
 

@@ -28,6 +28,7 @@ from ..errors import (
     RendezvousError,
     TransportError,
     UnknownWorkerError,
+    text_of,
 )
 from ..events import Span, logger
 from ..gradients.attach import NoHistoryError
@@ -118,7 +119,7 @@ class Calls:
         try:
             if thread.is_main and getsignal(SIGINT) is not on_signal:
                 interrupts.guard()
-            self._pending.watch(self._start(to, body, timeout, future))
+            self._pending.expire_in_time(self._start(to, body, timeout, future))
         finally:
             thread.critical = 0
             if interrupts.deferred:
@@ -128,7 +129,7 @@ class Calls:
     def _call_later(self, to: To, body: Call, timeout: float | None, future: Future) -> None:
         """Makes a call of a finaliser that ran inside of telegrad's own code: see interrupts.py."""
         try:
-            self._pending.watch(self._start(to, body, timeout, future))
+            self._pending.expire_in_time(self._start(to, body, timeout, future))
         except Exception as error:
             text, kind = str(error), type(error)
             future.fail(lambda: kind(text), f"a call to worker {to!r} that a finaliser made")
@@ -139,7 +140,7 @@ class Calls:
         peer, _ = self._reach(to, limit)
         entry = self._worker.references.new(peer.member.id)
         try:
-            self._pending.watch(self._start(entry.owner, body, timeout, None, entry))
+            self._pending.expire_in_time(self._start(entry.owner, body, timeout, None, entry))
         except BaseException:
             if isinstance(entry, Held) and entry.creation is not None:
                 self._worker.references.let_go(entry)  # it is handed over, and will be created there
@@ -157,7 +158,7 @@ class Calls:
 
         def send() -> None:
             try:
-                self._pending.watch(self._start(entry.owner, body, timeout, None, entry))
+                self._pending.expire_in_time(self._start(entry.owner, body, timeout, None, entry))
             except Exception as error:
                 logger.warning("worker %r: rpc.remote() in a finaliser failed: %s", self._worker.name, error)
                 self._worker.references.forget(entry)
@@ -199,6 +200,7 @@ class Calls:
         self._pending.calls[call.id] = call
         try:
             worker.send(connection, envelope, body, limit, call, context)
+            call.sent = True
         except HandedOverError as error:
             # It will run there. Its caller hears that its time is over, or of the interrupt.
             call.stop_reading()
@@ -368,7 +370,10 @@ class Calls:
                 else:
                     future.fail(call.make_error, f"the call of {call.function} on worker {call.peer!r}")
         except Exception as error:  # other calls are answered by this thread, too
-            logger.warning("the future of a call on worker %r could not be completed: %s", call.peer, error)
+            text = f"the future of a call on worker {call.peer!r} could not be completed: {text_of(error)}"
+            logger.warning("%s", text)
+            if not future.done():
+                future.fail(partial(RemoteError, text), f"the call of {call.function} on worker {call.peer!r}")
         finally:
             thread.critical = before
             call.future = None  # the future refers to the call: a circle that only the collector would find
@@ -396,7 +401,7 @@ class Calls:
         error = self._codec.decode_exception(failure, peer)
         if isinstance(error, Exception):
             return error
-        wrapped = RemoteError(f"{type(error).__name__}: {error}")
+        wrapped = RemoteError(f"{type(error).__name__}: {text_of(error)}")
         wrapped.__cause__ = error.__cause__
         return wrapped
 

@@ -30,7 +30,7 @@ class PendingCall(Waiter):
 
     __slots__ = (
         "caller_waits", "claimed", "connection", "context", "deadline", "depth", "envelope", "frames", "function",
-        "future", "id", "make_error", "nbytes", "peer", "profiled", "reading", "timeout", "window",
+        "future", "id", "make_error", "nbytes", "peer", "profiled", "reading", "sent", "timeout", "window",
     )  # fmt: skip
     window: Window  # given before it is sent
 
@@ -51,6 +51,7 @@ class PendingCall(Waiter):
         self.frames: Frames | None = None
         self.make_error: Callable[[], BaseException] | None = None  # makes a new one for each thread that asks
         self.caller_waits = True  # on this thread, at once
+        self.sent = False  # until then the thread that sends it watches its deadline
         self.claimed = False  # the answer was read, and is being handed on
         self.profiled: ProfiledCall | None = None  # of a caller that is profiled
         self.reading = False  # its caller holds the read lease since before it was written
@@ -141,7 +142,7 @@ class PendingCalls:
         calls = [c for c in list(self.calls.values()) if connection is None or c.connection is connection]
         return [c for c in calls if self.take(c.id) is not None]
 
-    def watch(self, call: PendingCall) -> None:
+    def expire_in_time(self, call: PendingCall) -> None:
         """Expires the call at its deadline. Calls whose callers wait watch themselves."""
         if call.deadline is None or call.deadline >= self._next_look:
             return
@@ -153,11 +154,11 @@ class PendingCalls:
     def _expire(self) -> None:
         """Completes the calls whose time is over, and sets the timer for the next one."""
         with self._lock:
-            self._next_look = float("inf")  # a call that is watched from here on sets the timer itself
+            self._next_look = float("inf")  # a call that comes from here on sets the timer itself
         now = clock.now()
         soonest: PendingCall | None = None
         for call in list(self.calls.values()):
-            if call.deadline is None:
+            if call.deadline is None or not call.sent:
                 continue
             if call.deadline > now:
                 if soonest is None or call.deadline < soonest.deadline:  # type: ignore[operator]
@@ -168,7 +169,7 @@ class PendingCalls:
                 except Exception:  # the deadlines of others go on
                     logger.exception("a call of %s on worker %r could not be expired", call.function, call.peer)
         if soonest is not None:
-            self.watch(soonest)
+            self.expire_in_time(soonest)
 
 
 def effective_timeout(asked: float | None, default: float, enclosing: float | None) -> float | None:

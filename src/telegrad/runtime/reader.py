@@ -290,16 +290,12 @@ class Reader:
         if waiting is not None:
             waiting.end()
 
-    def watch(self, peer: int) -> Turn | None:
-        """Has this thread read while it works on a pass, until the turn's `end()`; None: another thread reads."""
+    def begin_turn(self) -> Turn | None:
+        """Lets this thread keep the lease while it works on a pass, until the turn's `end()`; None if another one has
+        it. Others would be woken for each message of the pass, and hold up the thread that it is for."""
         if current.thread.relieve is not None:
             current.thread.relieve()
         self._threads.start()  # one of which relieves this one, if need be
-        return self.begin_turn()
-
-    def begin_turn(self) -> Turn | None:
-        """Lets the calling thread keep the lease while it works on a pass, until the turn's end; None if another thread
-        has it. Others would be woken for each message of the pass, and hold up the thread that it is for."""
         if not self._lease.try_take():
             return None
         turn = Turn(self._lease, self._hand_on)

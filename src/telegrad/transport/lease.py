@@ -240,7 +240,7 @@ class ReadLease:
     def began(self, turn: Turn) -> None:
         self._turn = turn
 
-    def watch(self, now: float) -> None:
+    def relieve_later(self, now: float) -> None:
         """A thread does other work from now on, and must be relieved if that takes long."""
         if now >= self._timer_at:
             # Not for each message: a timer that is set may ring early for this one, and is then set again.
@@ -323,7 +323,7 @@ class Turn:
         """Before other work: from here on the thread can be relieved."""
         self.since = now = clock.now()
         self._away.append(None)
-        self._lease.watch(now)
+        self._lease.relieve_later(now)
 
     def take_back(self) -> bool:
         """After other work: whether the thread still has the lease. Then it cannot be relieved until `leave`."""

@@ -26,6 +26,7 @@ from ..errors import (
     GradientError,
     NotStartedError,
     PeerLostError,
+    RemoteError,
     UnknownContextError,
     text_of,
 )
@@ -194,7 +195,7 @@ class Engine:
         others = root.state.others
         first = others[0] if others else self._id
         inside = current_graph_task_id() >= 0
-        watch = local.watch = self.host.watch(first) if others and not inside else None
+        turn = local.turn = self.host.begin_turn() if others and not inside else None
         try:
             for worker in others:
                 self._begin_at(worker, root, _share(root.begin, plan, worker), local.depth)
@@ -206,7 +207,7 @@ class Engine:
                 local.on_own_thread = True
                 self.parts.carry_out(local, instructions)
             if not root.waiter.done:
-                self.host.wait(root.waiter, first, local.deadline, watch)
+                self.host.wait(root.waiter, first, local.deadline, turn)
             if not root.waiter.done:
                 self._on(root, root.state.on_failure, self._late(root))
             self._finish(root)
@@ -218,8 +219,8 @@ class Engine:
             if root.error is None:  # it came after all were done
                 root.error, root.worker = error, self._id
         finally:
-            if watch is not None:
-                watch.end()
+            if turn is not None:
+                turn.end()
 
     def _begin_at(self, worker: int, root: RootedPass, begin: Begin, depth: int) -> None:
         context = self._contexts.find(begin.context)
@@ -354,7 +355,12 @@ class Engine:
         return None
 
     def _on_failed(self, root: RootedPass, peer: int, failure: Failure) -> None:
-        self._on(root, root.state.on_report, peer, self.host.decode_error(failure, self.host.name_of(peer)))
+        name = self.host.name_of(peer)
+        try:
+            error = self.host.decode_error(failure, name)
+        except Exception as undecoded:  # else the pass would wait for a report that has come
+            error = RemoteError(f"worker {name!r} failed, and its error cannot be rebuilt here: {text_of(undecoded)}")
+        self._on(root, root.state.on_report, peer, error)
 
     def _on_report_here(self, local: LocalPass, error: BaseException | None) -> None:
         """Takes the report of this worker's own part."""
