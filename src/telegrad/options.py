@@ -9,7 +9,7 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 
-# Kept out of Options: both ends must agree on them, so they belong to the wire version.
+# Kept out of Options: both ends must agree on it, so it belongs to the wire version.
 SHARED_MEMORY_FROM = 64 * KIB  # messages of at least this many bytes leave the socket for shared memory
 
 
@@ -27,7 +27,7 @@ class Options:
     """How long connecting to a peer and the handshake may take."""
 
     transports: tuple[str, ...] = ("unix",)
-    """Which transports to listen on and to dial, best first: "unix" for peers of this host and user, "tcp" for others.
+    """Which transports to listen on and to dial: "unix" for peers of this host and user, "tcp" for others.
     A peer on this host is never dialled over TCP by a worker that has "unix"."""
     tcp_host: str | None = None
     """Where to listen for TCP: an address that others can connect to, so not 0.0.0.0. Given, it adds "tcp" to

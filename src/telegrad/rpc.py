@@ -132,7 +132,7 @@ def rpc_sync(
 ) -> Any:
     """Runs `func(*args, **kwargs)` on worker `to` and returns the result.
 
-    `timeout` is in seconds: Options.rpc_timeout by default; 0 means no limit. See Worker.call for what it raises.
+    `timeout` is in seconds: Options.rpc_timeout by default; 0 means no limit. It raises what Worker.call raises.
     """
     return current_worker().calls.call(to, func, args or (), kwargs, timeout)
 

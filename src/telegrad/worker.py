@@ -2,7 +2,7 @@
 
     send      Server, Calls, gradients, references  ->  pack, attach, lend, seal  ->  Connection.write
     receive   Connection.receive  ->  Reader: open, merge, claim  ->  Server.on_call | Calls.on_answer | a task
-    decode    on the thread that needs the body: a call's runs the function, an answer's waits for it
+    decode    after reading: on the thread that runs the function, that waits for the answer, or that completes a future
 
 `send` and `receive` mirror each other, and report to `events`. Decoding may run users' code, so it never happens while
 a thread reads. A reply is another message, and so is a gradient.

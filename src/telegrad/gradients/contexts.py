@@ -7,7 +7,7 @@ finds a tombstone, and never brings a context back.
 
 from __future__ import annotations
 
-from _thread import RLock  # RLock is Python code
+from _thread import RLock  # threading.RLock is Python code
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field

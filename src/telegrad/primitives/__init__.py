@@ -1,1 +1,1 @@
-"""The bottom of the layers: the current worker, critical sections, waiting, events, text."""
+"""What one thread needs: the current worker, critical sections, waiting, futures, the clock, text."""

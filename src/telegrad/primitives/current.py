@@ -1,4 +1,4 @@
-"""Which worker, and which incoming call, the running code belongs to. The bottom of the layers.
+"""Which worker, and which incoming call, the running code belongs to.
 
 The current worker is a ContextVar: threads that serve a worker have it set, so code running in a call sees
 the worker it runs on. Elsewhere the process's default worker (the one of init_rpc) is taken.

@@ -5,6 +5,8 @@
     ids                  a counter: the next worker id
     name/<name>          the id of the worker that has the name
     rank/<rank>          the id of the worker that has the rank (groups of a fixed size)
+    incarnations/<rank>  how many workers have had it
+    failed/<rank>        why the worker of that rank could not start
     member/<id>          its Member entry
     <barrier>/<rank>     set when that rank has arrived there
 

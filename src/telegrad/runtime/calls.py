@@ -135,7 +135,8 @@ class Calls:
             future.fail(lambda: kind(text), f"a call to worker {to!r} that a finaliser made")
 
     def create(self, to: To, body: Call, timeout: float | None) -> Entry:
-        """Has another worker create a value. In a critical section of the caller's: the entry counts as a handle."""
+        """Has another worker create a value. The entry counts as a handle, so this is called in a critical section, in which
+        it becomes one."""
         limit = effective_timeout(timeout, self._worker.options.rpc_timeout, None)
         peer, _ = self._reach(to, limit)
         entry = self._worker.references.new(peer.member.id)
@@ -333,7 +334,7 @@ class Calls:
         self.complete(call, may_run_callbacks=may_run_callbacks)
 
     def fail(self, call: PendingCall, make_error: Callable[[], BaseException]) -> None:
-        """Completes a call with an error. The caller has taken it out of the pending ones."""
+        """Completes a call with an error, after it was taken out of the pending ones."""
         call.make_error = make_error
         self.complete(call, may_run_callbacks=False)
 

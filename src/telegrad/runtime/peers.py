@@ -4,11 +4,12 @@
 Two workers share one connection, which carries the messages of both: a message never overtakes another one. The
 handshake decides. Per peer there is at most one of: a dial of this worker's, an answer to a dial of the peer's, a live
 connection; all under `Peers._lock`. When two workers dial each other at once, the dial of the lower id stays. The
-lower one refuses the other dial (CrossingError), whose dialler waits until the connection is there that is coming.
+lower one refuses the other dial (CrossingError), whose dialler waits for the connection that is coming.
 It also dials again now and then: the peer may have given its own dial up, or have died.
 
 # Note [fencing]
-A worker that loses its connection with a peer drops all that it held for it: contexts, passes, handles, pending calls.
+A worker that loses its connection with a peer drops all that it held for it: the peer's contexts, its parts in the
+peer's passes, the peer's credits, calls pending there.
 The peer may be alive and not know that. So the incarnation (the id) is dead to this worker from then on: its dials are
 refused with the reason, and calls to it fail at once. A worker that is started again has a new id.
 """

@@ -1,1 +1,1 @@
-"""How frames move between workers: one contract (base.py), one module per transport."""
+"""How frames move between workers: one contract (base.py), and the transports that registry.py lists."""

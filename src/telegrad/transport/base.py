@@ -2,8 +2,9 @@
 
     worker.send  -> Connection.write(frames)  ~~>  Connection.receive() -> frames  -> worker.receive
 
-To add a transport, write a Connection, a Listener and a Transport (inproc.py is the shortest example; over sockets,
-StreamConnection and StreamTransport do most of it), and name it in registry.py and in Options.transports.
+To add a transport, write a Connection, a Listener and a Transport, made as `Transport(poller, lease, options)`. Over
+stream sockets StreamConnection and StreamTransport do most of it, and tcp.py is the shortest example. Then name it in
+registry.py, in Options.transports, in LocalCluster, and in runtime/routes.py, which says which peers are dialled by it.
 `tests/transport/conformance.py` holds every transport to this contract.
 
 Reading is shared: one thread at a time reads the connections of a worker, the one that has the read lease (lease.py).

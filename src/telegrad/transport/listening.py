@@ -4,9 +4,9 @@
     accepting side    welcome(answer)  <-  GREETING, Hello or Refusal
     connecting side                    ->  GREETING, nothing: it takes the connection
 
-Each side says which wire version it speaks and which worker it is. The connection exists from the third greeting on. A
-side that gives up before it has lost no connection: the other side must not take that for a death (see Note [fencing]
-in peers.py). The first ten bytes of a greeting are the same in every version, so that two versions can tell.
+Each side says which wire version it speaks and which worker it is. The connection exists from the third greeting on.
+If a side gives up earlier, there was no connection, and the other side must not take that for a death (see Note
+[fencing] in peers.py). The first ten bytes of a greeting are the same in every version, so that two versions can tell.
 """
 
 from __future__ import annotations

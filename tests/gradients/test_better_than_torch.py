@@ -1,4 +1,4 @@
-"""What users see torch get wrong, and telegrad gets right: a test for each row of the design's table (section 8).
+"""What users see torch get wrong, and telegrad gets right: a test for each row of this table.
 
 an RPC output not used in the loss          test_an_output_that_is_not_used_in_the_loss
 an unused call on a used result             test_an_unused_call_on_a_used_result
@@ -9,7 +9,7 @@ non-scalar roots, grad()                    test_non_scalar_roots_and_grad
 nested contexts                             test_nested_contexts
 post-accumulate hooks                       test_post_accumulate_hooks
 remote exception                            test_a_remote_exception
-peer killed, owner of a context dies        test_faults.py
+peer killed, owner of a context dies        test_deaths.py
 """
 
 from __future__ import annotations
