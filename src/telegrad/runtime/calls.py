@@ -135,8 +135,8 @@ class Calls:
             future.fail(lambda: kind(text), f"a call to worker {to!r} that a finaliser made")
 
     def create(self, to: To, body: Call, timeout: float | None) -> Entry:
-        """Has another worker create a value. The entry counts as a handle, so this is called in a critical section, in which
-        it becomes one."""
+        """Has another worker create a value. The entry counts as a handle: this is called in a critical section, in
+        which it becomes one."""
         limit = effective_timeout(timeout, self._worker.options.rpc_timeout, None)
         peer, _ = self._reach(to, limit)
         entry = self._worker.references.new(peer.member.id)
