@@ -55,4 +55,4 @@ def tell(host: Host, worker: int, kind: Kind, body: Done | End | Release, timeou
     except TimeoutError:
         host.submit(partial(tell, host, worker, kind, body, None))
     except TelegradError as error:
-        logger.debug("worker %d was not told %s: %s", worker, body, error)
+        logger.debug("worker %d was not told %s: %s", worker, body, str(error))

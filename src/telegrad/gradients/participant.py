@@ -264,7 +264,7 @@ class Parts:
             else:
                 self._post_done(local.pass_id, root_id, error)
         except PeerLostError as lost:
-            logger.info("the root of pass %d is gone: %s", local.pass_id, lost)
+            logger.info("the root of pass %d is gone: %s", local.pass_id, str(lost))
             self.end(local, "its root is gone")
         except Exception as failed:
             if error is not None:

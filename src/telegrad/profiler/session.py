@@ -173,7 +173,7 @@ class _Root:
         try:
             found = exchange(lambda: self._worker.call(worker, ask_recorder, ("clock",), timeout=PATIENCE))
         except TelegradError as error:
-            logger.info("the clock of worker %d could not be compared: %s", worker, error)
+            logger.info("the clock of worker %d could not be compared: %s", worker, str(error))
             return
         with self._lock:
             self._exchanges.setdefault(worker, []).append(found)

@@ -302,7 +302,7 @@ class References(OwnedValues):
             else:
                 self.host.post(worker, Envelope(kind, self.host.new_message_id()), body, None, None)
         except TelegradError as error:
-            logger.debug("worker %d was not told %s: %s", worker, body, error)
+            logger.debug("worker %d was not told %s: %s", worker, body, str(error))
             return False
         return True
 

@@ -160,7 +160,7 @@ class Group:
                 self._compare_set(f"name/{member.name}", str(member.id), "", until)
                 self._ask(until, "delete_key", f"member/{member.id}")
         except RendezvousError as error:
-            logger.debug("worker %r left its group without a word: %s", member.name, error)
+            logger.debug("worker %r left its group without a word: %s", member.name, str(error))
         finally:
             self.let_go()
 

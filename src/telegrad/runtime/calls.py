@@ -161,7 +161,8 @@ class Calls:
             try:
                 self._pending.expire_in_time(self._start(entry.owner, body, timeout, None, entry))
             except Exception as error:
-                logger.warning("worker %r: rpc.remote() in a finaliser failed: %s", self._worker.name, error)
+                # As a text: a log handler that keeps its records must not keep the frames of the error.
+                logger.warning("worker %r: rpc.remote() in a finaliser failed: %s", self._worker.name, text_of(error))
                 self._worker.references.forget(entry)
 
         self._threads.submit_from_finaliser(send)

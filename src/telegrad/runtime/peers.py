@@ -409,7 +409,7 @@ class Peers:
             try:
                 listener.close()
             except OSError as error:
-                logger.warning("closing the listener at %s failed: %s", listener.address, error)
+                logger.warning("closing the listener at %s failed: %s", listener.address, str(error))
         for connection in connections:
             connection.abort(f"worker {self._hello.name!r} has shut down")
 

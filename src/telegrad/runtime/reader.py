@@ -184,7 +184,7 @@ class Reader:
         if isinstance(error, TelegradError):
             level = logging.DEBUG if isinstance(error, ConnectionClosedError) else logging.WARNING
             text = "worker %r: the connection with %r ends: %s"
-            logger.log(level, text, self._name, connection.peer.name, error)
+            logger.log(level, text, self._name, connection.peer.name, str(error))
         else:
             text = "worker %r: a message of %r could not be opened, and its connection ends"
             logger.error(text, self._name, connection.peer.name, exc_info=error)

@@ -192,4 +192,4 @@ class Server:
 
     def _give_up(self, connection: Connection, call: Envelope, error: BaseException) -> None:
         self._serving.pop(call.id, None)
-        logger.info("worker %r was gone before its call was answered: %s", connection.peer.name, error)
+        logger.info("worker %r was gone before its call was answered: %s", connection.peer.name, str(error))

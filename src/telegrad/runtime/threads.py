@@ -85,7 +85,7 @@ class Threads:
             self._idle -= 1
             if not self._starved:
                 self._starved = True
-                logger.warning("worker %r: no thread could be started, trying again: %s", self._name, error)
+                logger.warning("worker %r: no thread could be started, trying again: %s", self._name, str(error))
 
     def _run(self) -> None:
         current.thread.critical = 1  # but for users' code, see interrupts.py
