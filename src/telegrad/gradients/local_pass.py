@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from .._torch import run_backward
+from .._torch import DisableTorchFunctionSubclass, run_backward
 from ..errors import GradientError
 from ..messages import COUNTER_BITS, Begin, Envelope, sender_of
 from ..primitives import clock, current
@@ -212,12 +212,15 @@ class EngineCall:
                 waits.setdefault(sent.message, []).append(sent)
         last: list[torch.Tensor] = []
         leaves: list[Node] = []
-        for message in wait_order(waits):
-            of_message = sorted(waits[message], key=lambda sent: not sent.is_leaf)
-            ids = tuple([sent.id for sent in of_message if sent.is_leaf])
-            last = [nodes.make_wait(message, ids, [*[sent.stand_in for sent in of_message], *last])]
-            nexts = last[0].grad_fn.next_functions  # type: ignore[union-attr]
-            leaves += [node for node, _ in nexts[: len(ids)] if node is not None]
+        with torch.enable_grad(), DisableTorchFunctionSubclass():
+            for message in wait_order(waits):
+                of_message = waits[message]
+                if len(of_message) > 1:
+                    of_message.sort(key=lambda sent: not sent.is_leaf)
+                ids = tuple([sent.id for sent in of_message if sent.is_leaf])
+                last = [nodes.make_wait(message, ids, [*[sent.stand_in for sent in of_message], *last])]
+                nexts = last[0].grad_fn.next_functions  # type: ignore[union-attr]
+                leaves += [node for node, _ in nexts[: len(ids)] if node is not None]
         starts += last
         gradients += [_ONE for _ in last]
         return leaves

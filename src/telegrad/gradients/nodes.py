@@ -253,9 +253,9 @@ def make_recvs(message: int, ids: Sequence[int], context: int, tensors: Sequence
 
 
 def make_wait(message: int, leaves: tuple[int, ...], inputs: list[torch.Tensor]) -> torch.Tensor:
-    """Makes a Wait; returns its token. The engine comes to it when there is nothing else to do."""
-    with torch.enable_grad(), DisableTorchFunctionSubclass():
-        token: torch.Tensor = _apply_wait(message, leaves, *inputs)
+    """Makes a Wait; returns its token. The engine comes to it when there is nothing else to do.
+    The caller has enabled grad mode, and disabled __torch_function__ of subclasses."""
+    token: torch.Tensor = _apply_wait(message, leaves, *inputs)
     token.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
     return token
 
