@@ -278,7 +278,7 @@ def test_a_port_in_use():
 
 
 def test_a_store_that_nobody_serves(address):
-    with pytest.raises(errors.RendezvousError, match=r"nobody serves a store at 127\.0\.0\.1:\d+.*start rank 0 first"):
+    with pytest.raises(errors.RendezvousError, match=r"no store is served at 127\.0\.0\.1:\d+.*start rank 0 first"):
         rpc.init_rpc("w", rank=1, world_size=2, init_method=address, options=QUICK)
 
 

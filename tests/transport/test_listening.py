@@ -429,7 +429,7 @@ def test_addresses_that_are_none(transport, address):
     ],
 )
 def test_nobody_answers(transport, address):
-    with hosting(transport) as host, pytest.raises(ConnectError, match=f"nobody answers at {address}"):
+    with hosting(transport) as host, pytest.raises(ConnectError, match=f"no worker answers at {address}"):
         host.way.connect(address, NEAR, WAIT)
 
 

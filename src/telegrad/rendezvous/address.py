@@ -107,7 +107,7 @@ def connect_store(host: str, port: int, timeout: float, *, wait: bool = True) ->
         except OSError as error:
             if not wait or clock.now() >= deadline:
                 raise RendezvousError(
-                    f"nobody serves a store at {host}:{port} ({error}); start rank 0 first, or check the address"
+                    f"no store is served at {host}:{port} ({error}); start rank 0 first, or check the address"
                 ) from error
             interruptible(time.sleep, 0.02)
     until = Deadline(max(1.0, deadline - clock.now()))

@@ -195,7 +195,7 @@ class InprocTransport(Transport):
         split_address(address, "inproc")
         listener = self._hub.listeners.get(address)
         if listener is None:
-            raise ConnectError(f"nobody answers at {address}")
+            raise ConnectError(f"no worker answers at {address}")
         connection = InprocConnection(hello, self._lease, self._options)
         try:
             listener.accept(hello, connection)

@@ -228,7 +228,7 @@ def connect_socket(family: int, target: Any, address: str, timeout: float) -> so
     except BaseException as error:
         sock.close()
         if isinstance(error, OSError):
-            raise ConnectError(f"nobody answers at {address}: {error}") from error
+            raise ConnectError(f"no worker answers at {address}: {error}") from error
         raise
 
 

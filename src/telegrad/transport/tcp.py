@@ -44,7 +44,7 @@ class TcpTransport(StreamTransport):
         try:
             family, target = _resolve(host, int(port))
         except OSError as error:
-            raise ConnectError(f"nobody answers at {address}: {error}") from error
+            raise ConnectError(f"no worker answers at {address}: {error}") from error
         if not self._options.insecure_listen_beyond_loopback and not ipaddress.ip_address(target[0]).is_loopback:
             raise NoRouteError(
                 f"{address} is beyond the loopback, and this worker dials no such address: there is no authentication. "
