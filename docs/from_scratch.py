@@ -221,7 +221,7 @@ class Worker:
         return Parcel(message, copies, tracked, closure(self.log, {message}))
 
     def unpack(self, parcel: Parcel) -> tuple[Tensor, ...]:
-        """On the way in: merge the log, before anybody can compute with the tensors."""
+        """On the way in: merge the log, before any code can compute with the tensors."""
         self.log.update(parcel.log)
         anchor = torch.zeros((), requires_grad=True)
         return Recv.apply(anchor, parcel)

@@ -262,7 +262,7 @@ def test_no_group_answers():
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         result = invoke(address, "--timeout", "0.3")
     assert result.exit_code == 3
-    assert f"telegrad top: no group answers at {address}: nobody serves a store" in result.stderr
+    assert f"telegrad top: no group answers at {address}: no store is served" in result.stderr
 
 
 def test_another_server_answers():

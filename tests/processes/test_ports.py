@@ -211,5 +211,5 @@ def test_options_that_ask_for_tcp():
 def test_a_store_at_an_absent_address_is_not_waited_for():
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
-    with pytest.raises(errors.RendezvousError, match="nobody serves a store"):
+    with pytest.raises(errors.RendezvousError, match="no store is served"):
         connect_store("127.0.0.1", port, timeout=PATIENCE, wait=False)
