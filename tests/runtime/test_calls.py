@@ -257,14 +257,37 @@ def test_wait_with_a_timeout_leaves_the_call_running(cluster):
     rpc.rpc_sync("a", close_gate)
 
 
-def test_execution_is_at_most_once(cluster):
-    before = rpc.rpc_sync("b", count_of)
-    for _ in range(10):
-        rpc.rpc_async("b", count_up, timeout=0.0001).add_done_callback(lambda future: None)
+PASSED: list[None] = []  # list.append is atomic
+
+
+def pass_the_gate() -> None:
+    assert wait_at_gate()
+    PASSED.append(None)
+
+
+def passed() -> int:
+    return len(PASSED)
+
+
+def test_execution_is_at_most_once(cluster, jumping_clock):
+    """A call whose caller has given up runs to its end, and is never sent again."""
+    before = rpc.rpc_sync("b", passed)
+    futures = [rpc.rpc_async("b", pass_the_gate, timeout=30.0) for _ in range(10)]
+    rpc.rpc_sync("b", await_waiting, args=(10,))
+    jumping_clock.jump(30.0)
+    for future in futures:
+        with pytest.raises(errors.CallTimeoutError):
+            future.wait(PATIENCE)
+    rpc.rpc_sync("b", open_gate, args=(0,))
     deadline = time.monotonic() + PATIENCE
-    while cluster.worker.statistics().calls_pending:
+    while rpc.rpc_sync("b", served_now) > 1:  # this call
         assert time.monotonic() < deadline
-    assert rpc.rpc_sync("b", count_of) - before <= 10
+    rpc.rpc_sync("b", close_gate)
+    assert rpc.rpc_sync("b", passed) - before == 10
+
+
+def served_now() -> int:
+    return current.current_worker().statistics().calls_being_served
 
 
 class UnspeakableError(SystemExit):
