@@ -65,19 +65,6 @@ def close_gate() -> None:
     Gate.event.clear()
 
 
-class Counter:
-    count = 0
-
-
-def count_up() -> int:
-    Counter.count += 1
-    return Counter.count
-
-
-def count_of() -> int:
-    return Counter.count
-
-
 def fail(text: str) -> None:
     raise KeyError(text)
 
