@@ -53,11 +53,9 @@ class RootedPass:
 
     begin: Begin  # this worker's own
     state: BackwardPass
-    # Guards `state`. Threads that read take it: held for a moment only.
-    lock: Any = field(default_factory=RLock)
+    lock: Any = field(default_factory=RLock)  # guards `state`. Threads that read take it: held for a moment only
     waiter: Waiter = field(default_factory=Waiter)
-    # Left to the thread that waits for the pass:
-    finishing: list[RootInstruction] = field(default_factory=list)
+    finishing: list[RootInstruction] = field(default_factory=list)  # left to the thread that waits for the pass
     error: BaseException | None = None
     worker: int = -1  # where the error happened
 
