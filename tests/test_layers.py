@@ -46,6 +46,10 @@ FORBIDDEN = [
 ]
 
 
+LONGEST_FILE = 450  # lines
+MOST_FILES_AT_THE_TOP = 12
+
+
 def check_layers(package: Path, layers: str, forbidden: Collection[tuple[str, str]]) -> list[str]:
     """Return one line for each violation in the package at `package`, and for each folder or file not in `layers`."""
     depth = {name: number for number, line in enumerate(layers.strip().splitlines()) for name in line.split()}
@@ -164,6 +168,12 @@ def test_every_layer_is_there_once() -> None:
     assert sorted(names) == sorted(set(names))
     missing = [n for n in names if not (PACKAGE / n).is_dir() and not (PACKAGE / f"{n}.py").is_file()]
     assert not missing
+
+
+def test_files_stay_short() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert not {str(path): length for path, length in lengths.items() if length > LONGEST_FILE}
+    assert len(list(PACKAGE.glob("*.py"))) <= MOST_FILES_AT_THE_TOP
 
 
 # The checker itself, on small trees.
