@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._torch import BaseFuture
 from ..errors import CallTimeoutError
 from . import current
 from .interrupts import finaliser, in_finaliser
@@ -26,7 +27,8 @@ class Future(torch.futures.Future[Any]):
     """
 
     def __init__(self, help_wait: Callable[[PendingCall, float | None], None], log_later: Callable[[str], None]):
-        super().__init__()
+        # Here and below without torch's wrappers in Python, of which each call would cost several.
+        BaseFuture.__init__(self, [])
         self.call: PendingCall | None = None
         self._help_wait = help_wait
         self._log_later = log_later
@@ -39,16 +41,17 @@ class Future(torch.futures.Future[Any]):
         Raises:
             CallTimeoutError: `timeout` seconds have passed. The call itself goes on, and can be waited for again.
         """
-        if not super().done() and current.thread.critical:
-            raise in_finaliser("Future.wait()")
-        call = self.call
-        if call is not None and not super().done():
-            self._help_wait(call, timeout)
-            if timeout is not None and not call.done:
-                raise CallTimeoutError(
-                    f"no answer from worker {call.peer!r} to the call of {call.function} within {timeout} s"
-                )
-        return super().wait()
+        if not BaseFuture.done(self):
+            if current.thread.critical:
+                raise in_finaliser("Future.wait()")
+            call = self.call
+            if call is not None:
+                self._help_wait(call, timeout)
+                if timeout is not None and not call.done:
+                    raise CallTimeoutError(
+                        f"no answer from worker {call.peer!r} to the call of {call.function} within {timeout} s"
+                    )
+        return BaseFuture.wait(self)
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         self._has_callbacks = True

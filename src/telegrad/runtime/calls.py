@@ -16,7 +16,7 @@ from functools import partial
 from signal import SIGINT
 from typing import TYPE_CHECKING, Any
 
-from .._torch import current_graph_task_id
+from .._torch import BaseFuture, current_graph_task_id
 from ..errors import (
     CallTimeoutError,
     DecodeError,
@@ -365,10 +365,10 @@ class Calls:
         before = thread.critical
         try:
             value = self._open_answer(call)
-            if not future.done():  # else its user has completed it
+            if not BaseFuture.done(future):  # else its user has completed it
                 thread.critical = 0  # callbacks are users' code
                 if call.make_error is None:
-                    future.set_result(value)
+                    BaseFuture.set_result(future, value)
                 else:
                     future.fail(call.make_error, f"the call of {call.function} on worker {call.peer!r}")
         except Exception as error:  # other calls are answered by this thread, too
@@ -379,7 +379,9 @@ class Calls:
         finally:
             thread.critical = before
             call.future = None  # the future refers to the call: a circle that only the collector would find
-            call.set_done()
+            call.done = True
+            if call.wakes:
+                call.set_done()
 
     def _open_answer(self, call: PendingCall) -> Any:
         """Decodes the answer: the value, or None with `make_error` set."""
