@@ -185,7 +185,7 @@ def test_signals_end_all_in_order(tmp_path, program, number):
         note(f"rank{{rank}}")
         time.sleep(600)
     """)
-    with started("-q", "-n", "2", text) as launcher:
+    with started("-q", "-n", "2", "--grace", "30", text) as launcher:  # however busy the machine is
         pids = [pid_in(tmp_path / f"rank{rank}") for rank in range(2)]
         launcher.send_signal(number)
         _, complaints = launcher.communicate(timeout=PATIENCE)
