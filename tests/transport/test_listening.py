@@ -440,7 +440,7 @@ def test_a_unix_listener_with_a_long_queue_is_waited_for():
             waiting = [host.knock() for _ in range(1)]
             connecting = threading.Thread(target=lambda: host.way.connect(host.address, NEAR, WAIT).dispose())
             connecting.start()
-            with pytest.raises(ConnectError, match="nobody answers"):
+            with pytest.raises(ConnectError, match="no worker answers"):
                 host.way.connect(host.address, NEAR, 0.05)
         connecting.join(WAIT)
         assert not connecting.is_alive()
