@@ -369,7 +369,13 @@ def stuck_error(
     a thread is at the gate of a place and so many Sends are awaited."""
     running = InThread(autograd.backward, context_id, [loss], timeout=60.0, **kwargs)
     wait_for_arrival(place)
-    wait_until(lambda: len(autograd.graph(context_id).awaited) == awaited, "the pass stands still")
+
+    def stands_still() -> bool:
+        graph = autograd.graph(context_id)
+        running = [state for state in graph.passes if not (state.awaited or state.is_done)]
+        return len(graph.awaited) == awaited and len(running) == 1  # which is the one at the gate
+
+    wait_until(stands_still, "the pass stands still")
     clock.jump(60.0)
     error = running.wait().error
     assert isinstance(error, errors.BackwardError), error
