@@ -31,6 +31,9 @@ class Worker:
         self.parts = Parts(Member(OWN, "own", (), ""), self.contexts, self, report_here=pytest.fail)
         self.sends = [self._send(to) for to in (PEER, OTHER)]
 
+    def submit(self, task: Callable[[], None]) -> None:
+        task()
+
     def _send(self, to: int) -> int:
         id = self.new_message_id()
         leaf = torch.ones(3, requires_grad=True)

@@ -77,7 +77,7 @@ def at_caller(program: Callable[[], None]) -> int:
     return min(found)
 
 
-@pytest.mark.parametrize(("program", "most"), [(empty_call, 80), (small_echo, 131), (one_pass, 453)])
+@pytest.mark.parametrize(("program", "most"), [(empty_call, 50), (small_echo, 56), (one_pass, 430)])
 def test_python_calls_at_the_caller(module_cluster, program, most):
     for _ in range(50):
         program()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 from torch.distributed import HashStore
 
@@ -404,6 +405,13 @@ def test_two_workers_that_dial_each_other_at_once_share_one_connection(transport
         assert answers == {"one": 1, "other": 1}
         assert [len(worker._peers.connections()) for worker in workers] == [1, 1]
         assert [len(worker.statistics().connections) for worker in workers] == [1, 1]
+
+
+def test_an_address_in_the_store_that_is_none_is_an_unreachable_peer():
+    with two_workers("tcp") as (one, other):
+        strange = msgspec.structs.replace(other.member, addresses=("tcp://nowhere",), host="another")
+        with pytest.raises(errors.ConnectError, match="tcp://nowhere"):
+            one._peers._dial(strange, one._peers._hello, PATIENCE)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "unix", "tcp"])

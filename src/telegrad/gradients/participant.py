@@ -364,7 +364,8 @@ class Parts:
                 # The root will know as well, but perhaps not as soon.
                 with local.lock:
                     instructions = local.part.on_lost(lost)
-                self.carry_out(local, instructions)
+                # Not here: the root may take the report slowly, and this thread may be a caller's with a deadline.
+                self._host.submit(partial(self.carry_out, local, instructions))
 
     def end_early_ones(self) -> None:
         """Drops gradients whose pass never began."""

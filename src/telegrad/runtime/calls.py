@@ -332,17 +332,16 @@ class Calls:
             logger.debug("an answer to message %d came too late and was dropped", envelope.reply_to)
             return
         call.envelope, call.frames = envelope, message.frames
-        self.complete(call, may_run_callbacks=may_run_callbacks)
+        self._complete(call, may_run_callbacks=may_run_callbacks)
 
     def fail(self, call: PendingCall, make_error: Callable[[], BaseException]) -> None:
         """Completes a call with an error, after it was taken out of the pending ones."""
         call.make_error = make_error
-        self.complete(call, may_run_callbacks=False)
+        self._complete(call, may_run_callbacks=False)
 
-    def complete(self, call: PendingCall, *, may_run_callbacks: bool) -> None:
-        nbytes, call.nbytes = call.nbytes, 0
-        if nbytes:
-            call.window.leave(nbytes, call.depth)
+    def _complete(self, call: PendingCall, *, may_run_callbacks: bool) -> None:
+        if call.nbytes:
+            call.leave_window()
         future = call.future
         if future is None:
             if not call.caller_waits:

@@ -19,35 +19,27 @@ class Window:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lock = threading.Lock()  # guards the bytes; held for a moment only
+        self._lock = threading.Lock()  # guards the bytes, and the appending below; held for a moment only
         self._bytes: dict[int, int] = {}  # by depth
         self._waiting: list[Waiter] = []  # its single operations are atomic
 
     def enter(self, nbytes: int, depth: int, timeout: float | None) -> bool:
         """Counts the bytes in, when there is room (one message always fits); False after `timeout` seconds."""
-        with self._lock:
-            used = self._bytes.get(depth, 0)
-            if not used or used + nbytes <= self._limit:
-                self._bytes[depth] = used + nbytes
-                return True
-        deadline = None if timeout is None else clock.now() + timeout
+        deadline: float | None = None
         while True:
-            waiter = Waiter()
-            self._waiting.append(waiter)
-            if self._enter(nbytes, depth):  # bytes have left before they could see the waiter
-                return True
-            left = None if deadline is None else deadline - clock.now()
-            if left is not None and left <= 0:
-                return False
-            waiter.sleep(left)
-
-    def _enter(self, nbytes: int, depth: int) -> bool:
-        with self._lock:
-            used = self._bytes.get(depth, 0)
-            if used and used + nbytes > self._limit:
-                return False
-            self._bytes[depth] = used + nbytes
-            return True
+            with self._lock:
+                used = self._bytes.get(depth, 0)
+                if not used or used + nbytes <= self._limit:
+                    self._bytes[depth] = used + nbytes
+                    return True
+                waiter = Waiter()
+                self._waiting.append(waiter)  # under the lock, so that bytes which leave from here on see it
+            if timeout is not None:
+                deadline = clock.now() + timeout if deadline is None else deadline
+                timeout = deadline - clock.now()
+                if timeout <= 0:
+                    return False
+            waiter.sleep(timeout)
 
     def leave(self, nbytes: int, depth: int) -> None:
         with self._lock:

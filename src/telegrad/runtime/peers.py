@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..errors import ConnectError, NoRouteError, PeerLostError, UnknownWorkerError, VersionError
+from ..errors import AddressError, ConnectError, NoRouteError, PeerLostError, UnknownWorkerError, VersionError
 from ..events import logger
 from ..messages import MAX_WORKER_ID, PROBE_ID, WORKER_BITS, Hello, Member, WorkerInfo
 from ..options import Options
@@ -327,7 +327,7 @@ class Peers:
                 return self._transports[address.partition(":")[0]].connect(address, to_it, timeout)
             except (VersionError, CrossingError, NoRouteError):
                 raise
-            except ConnectError as error:
+            except (ConnectError, AddressError) as error:  # the store may hold what is no address
                 errors.append(str(error))
         if not errors:
             raise NoRouteError(why_none(member, self._host, self._transports))

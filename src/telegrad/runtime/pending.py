@@ -83,6 +83,7 @@ class PendingCall(Waiter):
             self.reading = connection.lease.try_take()
 
     def leave_window(self) -> None:
+        """Gives back its place among the bytes in flight. Any number of times."""
         nbytes, self.nbytes = self.nbytes, 0
         if nbytes:
             self.window.leave(nbytes, self.depth)
