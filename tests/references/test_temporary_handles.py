@@ -11,7 +11,9 @@ import torch
 
 import telegrad
 from telegrad import rpc
+from telegrad.errors import CallTimeoutError, ConnectError
 from telegrad.nn import RemoteModule
+from telegrad.primitives import clock
 from telegrad.primitives.current import current_worker
 
 PATIENCE = 10.0
@@ -114,3 +116,26 @@ def test_a_remote_module_that_dies_before_the_answer_of_its_call(workers, gate, 
     settle(workers)
     gate.opened.set()
     assert answer.wait() == 2
+
+
+def test_an_owner_that_cannot_be_reached_in_time_shows_when_the_value_is_asked_for(workers, monkeypatch):
+    """As with an answer that is late: remote() itself gives a handle."""
+    peers = current_worker()._peers
+
+    def dial(*_: object) -> None:
+        clock_jumps.append(10.0)
+        raise ConnectError("it did not answer in time")
+
+    clock_jumps = [0.0]
+    now = clock.now
+    monkeypatch.setattr(clock, "now", lambda: now() + sum(clock_jumps))
+    monkeypatch.setattr(peers, "_dial", dial)
+    rref = rpc.remote("a", Slow, timeout=1.0)
+    with pytest.raises(CallTimeoutError, match=r"timed out.*worker 'a' \(id 1\) cannot be reached"):
+        rref.to_here()
+    monkeypatch.undo()
+    before = workers["a"].references.statistics()
+    del rref
+    settle(workers)  # the owner, which has never heard of it, is told nothing
+    assert workers["a"].references.statistics() == before
+    assert current_worker().references.statistics()["held"] == 0

@@ -138,7 +138,12 @@ class Calls:
         """Has another worker create a value. The entry counts as a handle: this is called in a critical section, in
         which it becomes one."""
         limit = effective_timeout(timeout, self._worker.options.rpc_timeout, None)
-        peer, _ = self._reach(to, limit)
+        try:
+            peer, _ = self._reach(to, limit)
+        except CallTimeoutError as error:
+            if not isinstance(error.__cause__, PeerLostError) or error.__cause__.worker_id < 0:
+                raise
+            return self._late_creation(error.__cause__.worker_id, limit, str(error))
         entry = self._worker.references.new(peer.member.id)
         try:
             self._pending.expire_in_time(self._start(entry.owner, body, timeout, None, entry))
@@ -148,6 +153,15 @@ class Calls:
             else:
                 self._worker.references.forget(entry)
             raise
+        return entry
+
+    def _late_creation(self, owner: int, limit: float | None, text: str) -> Entry:
+        """An entry for a value whose owner could not be reached in time. As where the answer is late, the handle says
+        so when the value is asked for."""
+        entry = Held(self._worker.new_message_id(), owner)
+        entry.handles = 1
+        entry.creation = PendingCall(entry.id, "", self._peers.name_of(owner), limit, 1)
+        self.fail(entry.creation, partial(CallTimeoutError, text))
         return entry
 
     def create_later(self, to: To, body: Call, timeout: float | None) -> Entry:

@@ -232,7 +232,7 @@ class Peers:
         try:
             return peer, self.connect(peer, _left(deadline))
         except PeerLostError:
-            if not isinstance(to, str):
+            if not isinstance(to, str) or _left(deadline) == 0:
                 raise
             # The name may belong to a new incarnation by now.
             again = self.find(to, _left(deadline))
@@ -273,10 +273,12 @@ class Peers:
             return connection
         except ConnectError as error:
             self._forget(peer)
-            raise PeerLostError(
+            lost = PeerLostError(
                 f"worker {member.name!r} (id {member.id}) cannot be reached: {error}; "
                 "it has ended, or this machine cannot connect to it"
-            ) from error
+            )
+            lost.worker_id = member.id
+            raise lost from error
 
     def _begin_dial(self, peer: Peer, deadline: float) -> Connection | None:
         """Waits for the turn to dial; or gives the connection that is there by then."""
