@@ -252,7 +252,8 @@ class Worker:
     ) -> None:
         kind = KIND_NAMES.get(envelope.kind, "?")
         if not detail and envelope.kind == Kind.GRADIENTS:
-            detail = f"of message {envelope.reply_to}"
+            more = envelope.autograd.more if envelope.autograd else ()
+            detail = " ".join(map(str, ("of message", envelope.reply_to, *more)))
         self.events.emit(
             Event(
                 stage, phase, kind, envelope.id, connection.peer.name, nbytes, detail, envelope.reply_to,

@@ -156,6 +156,8 @@ def test_a_pass_in_a_context_that_has_ended_on_a_participant(workers):
     """The root hears of it at once."""
     with autograd.context() as context_id:
         loss = forward()
+        # It has sent its answer, and looks once more whether the context lives: it would tell the driver if not.
+        wait_until(lambda: not workers["b"]._server.being_served, "the end of the call")
         workers["b"].contexts.take_out(context_id)
         with soon():
             error = backward_error(context_id, loss)

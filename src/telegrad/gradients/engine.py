@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from _thread import RLock  # threading.RLock is Python code
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
+from signal import SIGINT
 from typing import Any
 
+import msgspec
 import torch
-from msgspec.structs import replace
 
 from .._torch import current_graph_task_id
 from ..errors import (
@@ -33,29 +33,30 @@ from ..errors import (
 from ..events import logger
 from ..messages import Begin, Done, End, Envelope, Failure, Kind, Member, Release, sender_of
 from ..primitives import clock, current
-from ..primitives.interrupts import critical, interruptible
+from ..primitives.interrupts import critical, deferred, deliver, getsignal, guard, interruptible, on_signal
 from ..primitives.waiter import Waiter
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, RootInstruction
 from .contexts import Context, Contexts
 from .diagnosis import explain, state_here
+from .engine_call import LatePassError
 from .host import Host, Task, tell
-from .local_pass import Gradient, LatePassError, LocalPass, Roots
+from .local_pass import LocalPass, Roots
+from .outbox import Gradient, Outbox
 from .participant import Parts
-from .plan import Plan, Planner, checked_roots, edge_of, no_leaves
+from .plan import Planner, checked_roots, edge_of
 from .torch_modes import current_modes
 
 _ASKING = 0.5  # seconds in which participants say what a failed pass awaited
 
 
-@dataclass(eq=False)
-class RootedPass:
+class RootedPass(msgspec.Struct, eq=False):
     """A pass that was begun here."""
 
     begin: Begin  # this worker's own
     state: BackwardPass
-    lock: Any = field(default_factory=RLock)  # guards `state`. Threads that read take it: held for a moment only
-    waiter: Waiter = field(default_factory=Waiter)
-    finishing: list[RootInstruction] = field(default_factory=list)  # left to the thread that waits for the pass
+    lock: Any = msgspec.field(default_factory=RLock)  # guards `state`. Threads that read take it: held for a moment
+    waiter: Waiter = msgspec.field(default_factory=Waiter)
+    finishing: list[RootInstruction] = msgspec.field(default_factory=list)  # left to the thread that waits for the pass
     error: BaseException | None = None
     worker: int = -1  # where the error happened
 
@@ -86,8 +87,7 @@ class Engine:
         timeout: float | None,
     ) -> None:
         """Runs a backward pass, to its end on every worker. `timeout` None: no limit."""
-        with critical():
-            self._run(context_id, roots, grad_tensors, None, (timeout, retain_graph, create_graph, into_grad))
+        self._run(context_id, roots, grad_tensors, None, (timeout, retain_graph, create_graph, into_grad))
 
     def grad(
         self,
@@ -101,17 +101,24 @@ class Engine:
         timeout: float | None,
     ) -> tuple[Gradient, ...]:
         """Returns the gradients of the inputs, which are tensors of this worker. Nothing else is computed or kept."""
-        with critical():
-            options = (timeout, retain_graph, create_graph, False)
-            return self._run(context_id, outputs, grad_outputs, inputs, options).results
+        options = (timeout, retain_graph, create_graph, False)
+        return self._run(context_id, outputs, grad_outputs, inputs, options).results
 
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """Returns the gradients of this worker's leaves in a context, from all passes that are done."""
-        with critical():
-            context = self._contexts.get(context_id)
-            self.parts.settle(context)
+        thread = current.thread
+        before = thread.critical
+        thread.critical = before + 1
+        try:
+            context = self._contexts.live.get(context_id) or self._contexts.get(context_id)
+            if len(self.parts):
+                self.parts.settle(context)
             with context.lock:
                 return context.gradients.copy()
+        finally:
+            thread.critical = before
+            if deferred and not before:
+                deliver()
 
     def update_gradient(
         self, context_id: int, leaf: torch.Tensor, callback: Callable[[torch.Tensor], torch.Tensor | None]
@@ -156,48 +163,63 @@ class Engine:
         options: tuple[float | None, bool, bool, bool],  # of Begin: timeout, retain_graph, create_graph, into_grad
     ) -> LocalPass:
         """Plans a pass and runs it to its end on every worker. Returns this worker's part."""
-        context = self._contexts.get(context_id)
-        edges, gradients = checked_roots(tensors, given)
-        with context.lock:
-            reach, leaves, checkpoints = context.graph.walk_once(edges)
-        if inputs is None:
-            plan = self._planner.plan(reach, edges)
-            roots = Roots(no_leaves(tensors), gradients, leaves, checkpoints, reach)
-        else:
-            plan = self._planner.plan_for(context, reach, edges, {edge_of(tensor) for tensor in inputs})
-            roots = Roots(no_leaves(tensors), gradients, inputs=tuple(inputs))
-        begin = Begin(self.host.new_message_id(), context.id, (), *options, modes=current_modes())
-        begin = _share(begin, plan, self._id)
-        root = RootedPass(begin, BackwardPass(self._id, plan.sends))
-        local = LocalPass(begin.pass_id, Part(is_root=True))
-        serving = current.current_serving()
-        local.context, local.begin, local.roots = context, begin, roots
-        local.deadline = None if begin.timeout is None else clock.now() + begin.timeout
-        local.depth = serving.depth + 1 if serving else 1
-        self._roots[begin.pass_id] = root
+        thread = current.thread
+        before = thread.critical
+        thread.critical = before + 1
+        root: RootedPass | None = None
         try:
+            if thread.is_main and getsignal(SIGINT) is not on_signal:
+                guard()
+            context = self._contexts.live.get(context_id) or self._contexts.get(context_id)
+            edges, starts, gradients = checked_roots(tensors, given)
+            with context.lock:
+                reach, leaves, checkpoints = context.graph.walk_once(edges)
+            if inputs is None:
+                plan = self._planner.plan(context, reach, edges)
+                roots = Roots(starts, gradients, leaves, checkpoints, reach)
+            else:
+                plan = self._planner.plan_for(context, reach, edges, {edge_of(tensor) for tensor in inputs})
+                roots = Roots(starts, gradients, inputs=tuple(inputs))
+            pass_id, modes = self.host.new_message_id(), current_modes()
+            sends, wanted = plan.sends, plan.wanted
+            own = None if wanted is None else wanted.get(self._id, ())
+            begin = Begin(pass_id, context_id, sends.get(self._id, ()), *options, own, modes)
+            root = RootedPass(begin, BackwardPass(self._id, sends))
+            local = LocalPass(pass_id, Part(is_root=True))
+            local.context, local.begin, local.roots = context, begin, roots
+            local.deadline = None if begin.timeout is None else clock.now() + begin.timeout
+            local.depth = serving.depth + 1 if (serving := current.current_serving()) else 1
+            for worker in root.state.others:
+                theirs = None if wanted is None else wanted.get(worker, ())
+                begin = Begin(pass_id, context_id, sends[worker], *options, theirs, modes)
+                local.outboxes[worker] = Outbox(worker, begin)
+                context.known_workers.add(worker)  # it may have been reached through another context
+            self._roots[pass_id] = root
             try:
                 self.parts.add(local)
                 if root.state.is_over:  # it failed before its part was there to be ended
                     self.parts.end(local, "it has failed")
-                self._run_everywhere(root, local, plan)
+                self._run_everywhere(root, local, plan.apart)
             finally:
-                self._roots.pop(begin.pass_id, None)
+                self._roots.pop(pass_id, None)
             if root.error is not None:
                 self._raise(root, context)
             return local
         finally:
-            root.error = None  # its traceback may have frames with the pass: only the collector would find them
+            if root is not None:
+                root.error = None  # its traceback may have frames with the pass: only the collector would find them
+            thread.critical = before
+            if deferred and not before:
+                deliver()
 
-    def _run_everywhere(self, root: RootedPass, local: LocalPass, plan: Plan) -> None:
+    def _run_everywhere(self, root: RootedPass, local: LocalPass, apart: frozenset[int]) -> None:
         others = root.state.others
-        first = others[0] if others else self._id
         inside = current_graph_task_id() >= 0
         turn = local.turn = self.host.begin_turn() if others and not inside else None
         try:
-            for worker in others:
-                self._begin_at(worker, root, _share(root.begin, plan, worker), local.depth)
-            instructions = local.begins(self._contexts)
+            for worker in apart:
+                self.parts.poster.begin(local, local.outboxes[worker])
+            instructions = local.start(self._contexts)
             if inside:
                 # Never inside of another engine call: its thread would work off nodes of this one.
                 self.host.submit(partial(self.parts.carry_out, local, instructions))
@@ -205,7 +227,7 @@ class Engine:
                 local.on_own_thread = True
                 self.parts.carry_out(local, instructions)
             if not root.waiter.done:
-                self.host.wait(root.waiter, first, local.deadline, turn)
+                self.host.wait(root.waiter, others[0] if others else self._id, local.deadline, turn)
             if not root.waiter.done:
                 self._on(root, root.state.on_failure, self._late(root))
             self._finish(root)
@@ -219,16 +241,6 @@ class Engine:
         finally:
             if turn is not None:
                 turn.end()
-
-    def _begin_at(self, worker: int, root: RootedPass, begin: Begin, depth: int) -> None:
-        context = self._contexts.find(begin.context)
-        if context is not None:
-            context.known_workers.add(worker)  # it may have been reached through another context
-        envelope = Envelope(Kind.BEGIN, self.host.new_message_id(), 0, begin.timeout, depth)
-        try:
-            self.host.post(worker, envelope, begin, begin.timeout, None)
-        except PeerLostError as lost:
-            self._on(root, root.state.on_lost, worker, lost)
 
     def _on(self, root: RootedPass, event: Callable[..., list[RootInstruction]], *args: Any) -> None:
         """Has the state of a pass take an event, and carries out what follows."""
@@ -320,15 +332,16 @@ class Engine:
     def on_message(self, peer: int, envelope: Envelope, frames: Any) -> Task | None:
         """Takes a message of a pass, on a thread that reads: what takes longer is returned."""
         if envelope.kind == Kind.GRADIENTS:
-            task = self.parts.on_gradients(peer, envelope, frames)
-            if envelope.autograd is not None and envelope.autograd.done:
-                self._on_done(peer, envelope.autograd.during, None)
+            autograd, task = envelope.autograd, None
+            if autograd is not None and autograd.begin is not None:
+                task = self._on_begin(peer, autograd.begin, envelope.depth)
+            task = self.parts.on_gradients(peer, envelope, frames) or task
+            if autograd is not None and autograd.done:
+                self._on_done(peer, autograd.during, None)
             return task
         match self.host.open_control(envelope, frames):
             case Begin() as begin:
-                if sender_of(begin.pass_id) == peer:
-                    return self.parts.on_begin(begin, envelope.depth)
-                self.parts.disbelieve(peer, f"the begin of pass {begin.pass_id}, whose root it is not")
+                return self._on_begin(peer, begin, envelope.depth)
             case Done(pass_id, failure):
                 return self._on_done(peer, pass_id, failure)
             case End(pass_id, aborted):
@@ -337,6 +350,12 @@ class Engine:
                 self.parts.disbelieve(peer, f"the end of pass {pass_id}, whose root it is not")
             case Release(context_id):
                 return partial(self._on_release, context_id, peer)
+        return None
+
+    def _on_begin(self, peer: int, begin: Begin, depth: int) -> Task | None:
+        if sender_of(begin.pass_id) == peer:
+            return self.parts.on_begin(begin, depth)
+        self.parts.disbelieve(peer, f"the begin of pass {begin.pass_id}, whose root it is not")
         return None
 
     def _on_done(self, peer: int, pass_id: int, failure: Failure | None) -> Task | None:
@@ -442,9 +461,3 @@ class Engine:
         self._end(self.parts.all(), ended)
         for context in self._contexts.all():
             self._contexts.take_out(context.id)
-
-
-def _share(begin: Begin, plan: Plan, worker: int) -> Begin:
-    """Returns the begin of a pass for one worker: with its Sends, and with the received tensors that grad() wants."""
-    wanted = None if plan.wanted is None else plan.wanted.get(worker, ())
-    return replace(begin, sends=plan.sends.get(worker, ()), wanted=wanted)

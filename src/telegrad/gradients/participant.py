@@ -18,14 +18,15 @@ import torch
 
 from ..errors import NotStartedError, PeerLostError, TooLargeError, UnknownContextError, text_of
 from ..events import logger
-from ..messages import COUNTER_BITS, Autograd, Begin, Done, Envelope, Gradients, Kind, Member, sender_of, shortened
-from ..options import SHARED_MEMORY_FROM
+from ..messages import COUNTER_BITS, Begin, Done, Envelope, Kind, Member, sender_of, shortened
 from ..primitives import clock, current
 from .backward_pass import Commit, Discard, Interrupt, Late, Part, PartInstruction, Report, Start, State, Wake
 from .contexts import Context, Contexts
 from .diagnosis import PartState
+from .engine_call import EngineCall
 from .host import Host, Task, tell
-from .local_pass import EngineCall, Gradient, LocalPass
+from .local_pass import Arrived, LocalPass
+from .outbox import Poster
 from .torch_modes import applied
 
 _TOMBSTONES = 10_000
@@ -52,6 +53,7 @@ class Parts:
         self._passes: dict[int, LocalPass] = {}
         self._over: OrderedDict[int, None] = OrderedDict()  # tombstones
         self._closed = False
+        self.poster = Poster(host, self.all, self._on_local_end)
 
     def __len__(self) -> int:
         return len(self._passes)
@@ -105,32 +107,40 @@ class Parts:
         local.context, local.begin, local.depth = context, begin, depth
         if begin.timeout is not None:
             local.deadline = clock.now() + begin.timeout + _GRACE
-        return self._while_reading(local, local.begins(self._contexts))
+        return self._while_reading(local, local.start(self._contexts))
 
     def _refuse(self, pass_id: int, root_id: int, reason: Exception) -> None:
         tell(self._host, root_id, Kind.DONE, Done(pass_id, self._host.encode_error(reason, root_id)))
 
     def on_gradients(self, peer: int, envelope: Envelope, frames: Any) -> Task | None:
-        """Keeps the gradients of a message. They are decoded when the engine comes to them."""
-        autograd, message = envelope.autograd, envelope.reply_to
-        pass_id = autograd.during if autograd is not None else 0
-        context = self._contexts.live.get(autograd.context) if autograd is not None else None
-        sent = None if context is None else context.sends.get(message)
-        if sent is None:  # it was sent in another context, or there is no such message any more
-            sent = self._contexts.find_sent_anywhere(message)
-        is_over = pass_id in self._over or context is None
-        if not is_over and (sent is None or sent.to != peer):
-            self.disbelieve(peer, f"gradients of message {message}, which it was not sent")
+        """Keeps the gradients of one message or several. They are decoded when the engine comes to them."""
+        autograd = envelope.autograd
+        if autograd is None:
+            self.disbelieve(peer, f"gradients of message {envelope.reply_to}, of no pass")
             return None
-        local = None if is_over else self._find_or_make(pass_id)
-        if local is None:
-            logger.info("the gradients of message %d came after the end of pass %d", message, pass_id)
-            return None
-        with local.lock:
-            instructions = local.part.on_gradients(message)
-            if message in local.part.arrived and not local.interrupted:
-                local.frames.setdefault(message, (envelope, frames))
-        return self._while_reading(local, instructions)
+        pass_id, context = autograd.during, self._contexts.live.get(autograd.context)
+        messages = (envelope.reply_to, *autograd.more)
+        arrived = Arrived(envelope, frames, messages)
+        task: Task | None = None
+        for message in messages:
+            sent = None if context is None else context.sends.get(message)
+            if sent is None:  # it was sent in another context, or there is no such message any more
+                sent = self._contexts.find_sent_anywhere(message)
+            is_over = pass_id in self._over or context is None
+            if not is_over and (sent is None or sent.to != peer):
+                self.disbelieve(peer, f"gradients of message {message}, which it was not sent")
+                return task
+            local = None if is_over else self._passes.get(pass_id) or self._find_or_make(pass_id)
+            if local is None:
+                logger.info("the gradients of message %d came after the end of pass %d", message, pass_id)
+                return task
+            with local.lock:
+                instructions = local.part.on_gradients(message)
+                if message in local.part.arrived and not local.interrupted:
+                    local.arrived.setdefault(message, arrived)
+            if instructions:
+                task = self._while_reading(local, instructions) or task
+        return task
 
     def on_end(self, pass_id: int, aborted: str) -> Task | None:
         local = self._passes.get(pass_id)
@@ -149,7 +159,7 @@ class Parts:
                 return None
             local = self._passes.get(pass_id)
             if local is None:
-                local = self._passes[pass_id] = LocalPass(pass_id, Part())
+                local = self._passes[pass_id] = LocalPass(pass_id, Part(), clock.now())
             return local
 
     def disbelieve(self, peer: int, what: str) -> None:
@@ -173,39 +183,43 @@ class Parts:
 
     def _while_reading(self, local: LocalPass, instructions: list[PartInstruction], reason: str = "") -> Task | None:
         """Carries out at once what takes no time; the rest is returned."""
-        slow: tuple[type, ...] = (Start, Report, Commit)
-        if local.begin is not None and local.begin.into_grad:
-            slow = (Start, Report)  # `.grad` must be there before any call that was sent after the end is run
-        now: list[PartInstruction] = []
-        later: list[PartInstruction] = []
+        later: list[PartInstruction] | None = None
         for instruction in instructions:
-            (later if isinstance(instruction, slow) else now).append(instruction)
-        if now or local.part.is_over:
-            self.carry_out(local, now, reason)
+            kind = type(instruction)
+            # With `into_grad`, `.grad` must be there before any call that was sent after the end is run.
+            if kind is Start or kind is Report or (kind is Commit and not (local.begin and local.begin.into_grad)):
+                later = [*(later or ()), instruction]
+            else:
+                self._carry_out_one(local, instruction, reason)
+        if local.part.is_over:
+            local.settled.set_done()
         return partial(self.carry_out, local, later) if later else None
 
     def carry_out(self, local: LocalPass, instructions: list[PartInstruction], reason: str = "") -> None:
         for instruction in instructions:
-            match instruction:
-                case Start():
-                    self._run(local)
-                case Wake(message):
-                    with local.lock:
-                        waiter = local.waiters.pop(message, None)
-                    if waiter is not None:
-                        waiter.set_done()
-                case Interrupt():
-                    local.interrupt(self._id, reason or "it failed")
-                case Report(error):
-                    self._report(local, error)
-                case Commit():
-                    self._commit(local)
-                case Discard():
-                    self._forget(local)
-                case Late(what):
-                    logger.info("worker %r: %s came after the end of pass %d", self._name, what, local.pass_id)
+            self._carry_out_one(local, instruction, reason)
         if local.part.is_over:
             local.settled.set_done()
+
+    def _carry_out_one(self, local: LocalPass, instruction: PartInstruction, reason: str) -> None:
+        match instruction:
+            case Start():
+                self._run(local)
+            case Wake(message):
+                with local.lock:
+                    waiter = local.waiters.pop(message, None)
+                if waiter is not None:
+                    waiter.set_done()
+            case Interrupt():
+                local.interrupt(self._id, reason or "it failed")
+            case Report(error):
+                self._report(local, error)
+            case Commit():
+                self._commit(local)
+            case Discard():
+                self._forget(local)
+            case Late(what):
+                logger.info("worker %r: %s came after the end of pass %d", self._name, what, local.pass_id)
 
     def _run(self, local: LocalPass) -> None:
         error: BaseException | None = None
@@ -213,13 +227,17 @@ class Parts:
         if events.subscribers:
             running = events.span("pass", "pass", local.pass_id, self._host.name_of(sender_of(local.pass_id)))
         try:
-            call = EngineCall(local, self._contexts, self._host, self._post_gradients)
+            call = EngineCall(local, self._contexts, self._host, self.poster)
             if local.on_own_thread:
                 call.run()
             else:
                 assert local.begin is not None
                 with applied(local.begin.modes):
                     call.run()
+            if local.outboxes:
+                self.poster.flush(
+                    local, but=local.pass_id >> COUNTER_BITS
+                )  # what goes to the root goes with the report
         except BaseException as raised:
             error = raised
         if running is not None:
@@ -229,39 +247,14 @@ class Parts:
         finally:
             error = None  # its traceback has this frame: only the collector would find the two
 
-    def _post_gradients(
-        self, local: LocalPass, message: int, gradients: tuple[Gradient, ...], *, done: bool = False
-    ) -> None:
-        """Sends the gradients of a received message. Another thread writes what is large."""
-        context, begin = local.context, local.begin
-        assert context is not None
-        assert begin is not None
-        autograd = Autograd(context.id, during=local.pass_id, done=done)
-        envelope = Envelope(Kind.GRADIENTS, self._host.new_message_id(), message, autograd=autograd)
-        tracked = context if begin.create_graph else None
-        left = None if local.deadline is None else max(0.0, local.deadline - clock.now())
-        post = partial(self._host.post, message >> COUNTER_BITS, envelope, Gradients(gradients), left, tracked)
-        if done or sum(map(_size_of, gradients)) < SHARED_MEMORY_FROM:
-            post()
-        else:
-            self._host.submit(partial(self._post_large, local, post))
-
-    def _post_large(self, local: LocalPass, post: Task) -> None:
-        try:
-            post()
-        except Exception as error:
-            self._on_local_end(local, error)
-
     def _report(self, local: LocalPass, error: BaseException | None) -> None:
         root_id = local.pass_id >> COUNTER_BITS
         if root_id == self._id:
             self._report_here(local, error)
             return
+        outbox = local.outboxes.get(root_id)
         try:
-            if error is None and local.last is not None:
-                last, local.last = local.last, None
-                self._post_gradients(local, *last, done=True)
-            else:
+            if error is not None or outbox is None or not self.poster.post(local, outbox, done=True):
                 self._post_done(local.pass_id, root_id, error)
         except PeerLostError as lost:
             logger.info("the root of pass %d is gone: %s", local.pass_id, str(lost))
@@ -379,9 +372,3 @@ class Parts:
         """Takes part in nothing new."""
         with self._lock:
             self._closed = True
-
-
-def _size_of(gradient: Gradient) -> int:
-    if gradient is None:
-        return 0
-    return gradient.nbytes if gradient.layout is torch.strided else SHARED_MEMORY_FROM
