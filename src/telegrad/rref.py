@@ -307,12 +307,5 @@ def _backward_from(value: Any, context_id: int, retain_graph: bool) -> None:
         return
     worker = current_worker()
     serving = current.current_serving()
-    worker.engine.backward(
-        context_id,
-        [value],
-        grad_tensors=None,
-        retain_graph=retain_graph,
-        create_graph=False,
-        into_grad=False,
-        timeout=effective_timeout(None, worker.options.rpc_timeout, serving.deadline if serving else None),
-    )
+    timeout = effective_timeout(None, worker.options.rpc_timeout, serving.deadline if serving else None)
+    worker.engine.backward(context_id, [value], None, None, (timeout, retain_graph, False, False))

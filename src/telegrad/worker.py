@@ -353,7 +353,8 @@ class Worker:
 
     def new_context(self) -> int:
         """Makes an autograd context, and gives its id."""
-        self.check_open()
+        if self.closed_because or os.getpid() != self._pid:
+            self.check_open()
         return self.contexts.new().id
 
     def release_context(self, context_id: int, *, wait: bool = False) -> None:

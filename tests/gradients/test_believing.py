@@ -195,9 +195,9 @@ def test_gradients_that_came_before_a_begin_that_is_refused(workers):
         said = Autograd(context_id, during=pass_id)
         envelope = Envelope(Kind.GRADIENTS, driver.new_message_id(), message, autograd=said)
         lie(driver, b, Kind.GRADIENTS, Gradients((torch.ones(3),)), envelope=envelope)
-        assert b.engine.parts.find(pass_id) is not None
+        assert b.engine.parts.passes.get(pass_id) is not None
         b.engine.release(context_id)
         lie(driver, b, Kind.BEGIN, Begin(pass_id, context_id, (message,), None))
-        assert b.engine.parts.find(pass_id) is None
+        assert b.engine.parts.passes.get(pass_id) is None
         del loss
     check_nothing_is_left()

@@ -390,7 +390,7 @@ def test_a_late_begin_is_dropped_and_logged(workers, held_messages, caplog):
             # What makes b fail: its gradients, as if the root had come to it already. (It may have.)
             message = next(iter(workers["b"].contexts.get(context_id).sends))
             (pass_id,) = workers["driver"].engine._roots
-            if workers["driver"].engine.parts.find(pass_id).outboxes[info("b").id].begin is not None:
+            if workers["driver"].engine.parts.passes.get(pass_id).outboxes[info("b").id].begin is not None:
                 begin = Begin(pass_id, context_id, (message,), PATIENCE)
                 forge(workers["driver"], info("b").id, message, (torch.ones(3),), pass_id, begin)
             assert failed.wait(PATIENCE)

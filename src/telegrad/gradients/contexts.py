@@ -106,9 +106,8 @@ class Contexts:
         return len(self.live)
 
     def new(self) -> Context:
-        context = self.ended(self._new_id())
-        with self._lock:
-            self.live[context.id] = context
+        id = self._new_id()
+        context = self.live[id] = Context(id, Graph(partial(self._new_group, id)))
         return context
 
     def find(self, id: int) -> Context | None:

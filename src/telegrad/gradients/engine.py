@@ -31,7 +31,7 @@ from ..errors import (
     text_of,
 )
 from ..events import logger
-from ..messages import Begin, Done, End, Envelope, Failure, Kind, Member, Release, sender_of
+from ..messages import COUNTER_BITS, Begin, Done, End, Envelope, Failure, Kind, Member, Release, sender_of
 from ..primitives import clock, current
 from ..primitives.interrupts import critical, deferred, deliver, getsignal, guard, interruptible, on_signal
 from ..primitives.waiter import Waiter
@@ -75,35 +75,6 @@ class Engine:
 
     # -- what users call -------------------------------------------------------------------------------
 
-    def backward(
-        self,
-        context_id: int,
-        roots: Sequence[torch.Tensor],
-        *,
-        grad_tensors: Sequence[Gradient] | None,
-        retain_graph: bool,
-        create_graph: bool,
-        into_grad: bool,
-        timeout: float | None,
-    ) -> None:
-        """Runs a backward pass, to its end on every worker. `timeout` None: no limit."""
-        self._run(context_id, roots, grad_tensors, None, (timeout, retain_graph, create_graph, into_grad))
-
-    def grad(
-        self,
-        context_id: int,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        *,
-        grad_outputs: Sequence[Gradient] | None,
-        retain_graph: bool,
-        create_graph: bool,
-        timeout: float | None,
-    ) -> tuple[Gradient, ...]:
-        """Returns the gradients of the inputs, which are tensors of this worker. Nothing else is computed or kept."""
-        options = (timeout, retain_graph, create_graph, False)
-        return self._run(context_id, outputs, grad_outputs, inputs, options).results
-
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """Returns the gradients of this worker's leaves in a context, from all passes that are done."""
         thread = current.thread
@@ -111,7 +82,7 @@ class Engine:
         thread.critical = before + 1
         try:
             context = self._contexts.live.get(context_id) or self._contexts.get(context_id)
-            if len(self.parts):
+            if self.parts.passes:
                 self.parts.settle(context)
             with context.lock:
                 return context.gradients.copy()
@@ -154,15 +125,22 @@ class Engine:
 
     # -- a pass that is begun here ---------------------------------------------------------------------
 
-    def _run(
+    def backward(
         self,
         context_id: int,
         tensors: Sequence[torch.Tensor],
         given: Sequence[Gradient] | None,
         inputs: Sequence[torch.Tensor] | None,
-        options: tuple[float | None, bool, bool, bool],  # of Begin: timeout, retain_graph, create_graph, into_grad
-    ) -> LocalPass:
-        """Plans a pass and runs it to its end on every worker. Returns this worker's part."""
+        options: tuple[float | None, bool, bool, bool],
+    ) -> tuple[Gradient, ...]:
+        """Plans a backward pass and runs it to its end on every worker.
+
+        Args:
+            given: the gradients of the tensors; ones by default.
+            inputs: tensors of this worker, whose gradients are returned; nothing else is computed or kept. None: all
+                leaves get their gradients.
+            options: timeout in seconds (None: no limit), retain_graph, create_graph, into_grad. See Begin.
+        """
         thread = current.thread
         before = thread.critical
         thread.critical = before + 1
@@ -204,7 +182,7 @@ class Engine:
                 self._roots.pop(pass_id, None)
             if root.error is not None:
                 self._raise(root, context)
-            return local
+            return local.results
         finally:
             if root is not None:
                 root.error = None  # its traceback may have frames with the pass: only the collector would find them
@@ -268,13 +246,13 @@ class Engine:
                     self.host.submit(partial(self._tell_end, root.begin.pass_id, workers, reason))
                 case Complete(error, worker):
                     root.error, root.worker = error, worker
-                    root.waiter.set_done()
+                    if not root.waiter.done:
+                        root.waiter.set_done()
                 case Late(what):
                     logger.info("%s came after the end of pass %d", what, root.begin.pass_id)
 
     def _end_own_part(self, root: RootedPass, aborted: str) -> None:
-        local = self.parts.find(root.begin.pass_id)
-        if local is not None:
+        if (local := self.parts.passes.get(root.begin.pass_id)) is not None:
             self.parts.end(local, aborted)
 
     def _tell_end(self, pass_id: int, workers: Sequence[int], aborted: str) -> None:
@@ -409,11 +387,12 @@ class Engine:
         context = self._contexts.take_out(context_id)
         if context is None:
             return set()
-        others = context.known_workers - {told_by, self._id, context.owner}
+        others = context.known_workers - {told_by, self._id, context_id >> COUNTER_BITS}
         for worker in others if tell else ():
             self.tell_released(worker, context_id)
-        ended = UnknownContextError(f"context {context_id} ended while its backward pass ran")
-        self._end(self.parts.of_context(context_id), ended)
+        if self.parts.passes:
+            ended = UnknownContextError(f"context {context_id} ended while its backward pass ran")
+            self._end(self.parts.of_context(context_id), ended)
         return others
 
     def tell_released(self, worker: int, context_id: int) -> None:

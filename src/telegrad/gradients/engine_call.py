@@ -106,6 +106,7 @@ class EngineCall:
         local = self._local
         arrived = local.part.arrived if not local.part.missing else set(local.part.arrived)
         waits: dict[int, list[Sent]] = {}
+        inner: set[int] = set()  # of these: messages with tensors that are no leaves
         for sent in local.sent.values():
             # A leaf's gradient is kept without a copy if nothing else holds it, as a start's would be. And None is no
             # start's gradient; but what is behind a node that returns None runs.
@@ -114,57 +115,19 @@ class EngineCall:
                 gradients.append(gradient)
             elif sent.stand_in.requires_grad:  # a leaf may have been frozen since
                 waits.setdefault(sent.message, []).append(sent)
+                if not sent.is_leaf:
+                    inner.add(sent.message)
         leaves: dict[Node, None] = {}
         if waits:
-            if torch.is_grad_enabled():
-                with DisableTorchFunctionSubclass():
-                    token = self._make_waits(waits, leaves)
-            else:
-                with torch.enable_grad(), DisableTorchFunctionSubclass():
-                    token = self._make_waits(waits, leaves)
+            with DisableTorchFunctionSubclass():
+                if torch.is_grad_enabled():
+                    token = _make_waits(waits, inner, leaves)
+                else:
+                    with torch.enable_grad():
+                        token = _make_waits(waits, inner, leaves)
             starts.append(token)
             gradients.append(_ONE)
         return leaves
-
-    def _make_waits(self, waits: dict[int, list[Sent]], leaves: dict[Node, None]) -> torch.Tensor:
-        """Chains the Waits for these messages; returns the token of the one that the engine comes to first."""
-        token: torch.Tensor | None = None
-        # Nothing is behind a leaf, so no other gradient depends on when it is waited for: one Wait for all, at the end.
-        ends: list[Sent] = []
-        messages: list[int] = []
-        for message in reversed(wait_order(waits)):  # what was sent last is added up first, as with a Wait for each
-            if not [sent for sent in waits[message] if not sent.is_leaf]:
-                ends += waits.pop(message)
-                messages.append(message)
-        if ends:
-            token = self._make_wait(messages, ends, len(ends), None, leaves)
-        for message in wait_order(waits):
-            of_message = waits[message]
-            count = 0
-            if len(of_message) > 1:
-                of_message.sort(key=lambda sent: not sent.is_leaf)
-                count = sum([sent.is_leaf for sent in of_message])
-            token = self._make_wait([message], of_message, count, token, leaves)
-        assert token is not None
-        return token
-
-    def _make_wait(
-        self,
-        messages: list[int],
-        all_sent: list[Sent],
-        count: int,
-        before: torch.Tensor | None,
-        leaves: dict[Node, None],
-    ) -> torch.Tensor:
-        """Makes a Wait in front of these tensors, of which the first `count` are leaves, and of the Wait `before`."""
-        inputs = [sent.stand_in for sent in all_sent]
-        if before is not None:
-            inputs.append(before)
-        token = nodes.make_wait(messages, [sent.id for sent in all_sent[:count]], inputs)
-        for node, _ in token.grad_fn.next_functions[:count] if count else ():  # type: ignore[union-attr]
-            if node is not None:
-                leaves[node] = None
-        return token
 
     def _run_for_leaves(self, starts: list[Any], gradients: list[Any], leaves: dict[Node, None]) -> None:
         """Gathers the gradients of all leaves that the engine comes to."""
@@ -253,7 +216,8 @@ class EngineCall:
         for message in messages:
             if message in local.part.arrived:
                 continue
-            self._poster.flush(local)
+            if local.has_unsent:
+                self._poster.flush(local)
             with local.lock:
                 if message in local.part.arrived or local.interrupted:
                     waiter = None
@@ -385,6 +349,50 @@ class EngineCall:
             self._capture.gradients.take_over(nested.gradients)
 
         handle = node.register_hook(after)
+
+
+def _make_waits(waits: dict[int, list[Sent]], inner: set[int], leaves: dict[Node, None]) -> torch.Tensor:
+    """Chains the Waits for these messages; returns the token of the one that the engine comes to first.
+
+    Nothing is behind a leaf, so no other gradient depends on when it is waited for: messages with nothing but leaves
+    have one Wait together, at the end.
+    """
+    token: torch.Tensor | None = None
+    messages: list[int] = []
+    ids: list[int] = []
+    inputs: list[torch.Tensor] = []
+    for message in sorted(waits, reverse=True):  # what was sent last is added up first, as with a Wait for each
+        if message not in inner:
+            messages.append(message)
+            for sent in waits[message]:
+                ids.append(sent.id)
+                inputs.append(sent.stand_in)
+    if messages:
+        token = _make_wait(messages, ids, inputs, leaves)
+    for message in wait_order(inner) if inner else ():
+        ids, inputs, tokens = [], [], []
+        for sent in waits[message]:
+            if sent.is_leaf:
+                ids.append(sent.id)
+                inputs.append(sent.stand_in)
+            else:
+                tokens.append(sent.stand_in)
+        if token is not None:
+            tokens.append(token)
+        token = _make_wait([message], ids, inputs + tokens, leaves)
+    assert token is not None
+    return token
+
+
+def _make_wait(
+    messages: list[int], ids: list[int], inputs: list[torch.Tensor], leaves: dict[Node, None]
+) -> torch.Tensor:
+    token = nodes.make_wait(messages, ids, inputs)
+    if ids:
+        for node, _ in token.grad_fn.next_functions[: len(ids)]:  # type: ignore[union-attr]
+            if node is not None:
+                leaves[node] = None
+    return token
 
 
 def wait_order(messages: Iterable[int]) -> list[int]:

@@ -50,23 +50,20 @@ class Parts:
         self._host = host
         self._report_here = report_here
         self._lock = RLock()  # guards all below; held for a moment only
-        self._passes: dict[int, LocalPass] = {}
+        self.passes: dict[int, LocalPass] = {}  # by id; single lookups go without the lock
         self._over: OrderedDict[int, None] = OrderedDict()  # tombstones
         self._closed = False
         self.poster = Poster(host, self.all, self._on_local_end)
 
     def __len__(self) -> int:
-        return len(self._passes)
-
-    def find(self, pass_id: int) -> LocalPass | None:
-        return self._passes.get(pass_id)
+        return len(self.passes)
 
     def all(self) -> list[LocalPass]:
         with self._lock:
-            return list(self._passes.values())
+            return list(self.passes.values())
 
     def of_context(self, context_id: int) -> list[LocalPass]:
-        if not self._passes:
+        if not self.passes:
             return []
         return [local for local in self.all() if local.context is not None and local.context.id == context_id]
 
@@ -81,11 +78,11 @@ class Parts:
         with self._lock:
             if self._closed:
                 raise NotStartedError(f"worker {self._name!r} has shut down")
-            self._passes[local.pass_id] = local
-        if self._contexts.find(local.context.id) is None:
+            self.passes[local.pass_id] = local
+        if local.context.id not in self._contexts.live:
             # It has ended since. From here on its end would end the pass.
             with self._lock:
-                self._passes.pop(local.pass_id, None)
+                self.passes.pop(local.pass_id, None)
             self._contexts.get(local.context.id)
 
     # -- messages: on threads that read, so nothing may block or run users' code -----------------------
@@ -107,7 +104,7 @@ class Parts:
         local.context, local.begin, local.depth = context, begin, depth
         if begin.timeout is not None:
             local.deadline = clock.now() + begin.timeout + _GRACE
-        return self._while_reading(local, local.start(self._contexts))
+        return self.carry_out(local, local.start(self._contexts), reading=True)
 
     def _refuse(self, pass_id: int, root_id: int, reason: Exception) -> None:
         tell(self._host, root_id, Kind.DONE, Done(pass_id, self._host.encode_error(reason, root_id)))
@@ -130,7 +127,7 @@ class Parts:
             if not is_over and (sent is None or sent.to != peer):
                 self.disbelieve(peer, f"gradients of message {message}, which it was not sent")
                 return task
-            local = None if is_over else self._passes.get(pass_id) or self._find_or_make(pass_id)
+            local = None if is_over else self.passes.get(pass_id) or self._find_or_make(pass_id)
             if local is None:
                 logger.info("the gradients of message %d came after the end of pass %d", message, pass_id)
                 return task
@@ -139,27 +136,27 @@ class Parts:
                 if message in local.part.arrived and not local.interrupted:
                     local.arrived.setdefault(message, arrived)
             if instructions:
-                task = self._while_reading(local, instructions) or task
+                task = self.carry_out(local, instructions, reading=True) or task
         return task
 
     def on_end(self, pass_id: int, aborted: str) -> Task | None:
-        local = self._passes.get(pass_id)
+        local = self.passes.get(pass_id)
         if local is None:
             with self._lock:
-                self._bury_locked(pass_id)
+                self._over[pass_id] = None
             return None
         with local.lock:
             instructions = local.part.on_end(aborted)
-        return self._while_reading(local, instructions, aborted)
+        return self.carry_out(local, instructions, aborted, reading=True)
 
     def _find_or_make(self, pass_id: int) -> LocalPass | None:
         """Returns this worker's part in a pass; None if that is over."""
         with self._lock:
             if pass_id in self._over or self._closed:
                 return None
-            local = self._passes.get(pass_id)
+            local = self.passes.get(pass_id)
             if local is None:
-                local = self._passes[pass_id] = LocalPass(pass_id, Part(), clock.now())
+                local = self.passes[pass_id] = LocalPass(pass_id, Part(), clock.now())
             return local
 
     def disbelieve(self, peer: int, what: str) -> None:
@@ -181,45 +178,43 @@ class Parts:
             instructions = local.part.on_local_end(error)
         self.carry_out(local, instructions)
 
-    def _while_reading(self, local: LocalPass, instructions: list[PartInstruction], reason: str = "") -> Task | None:
-        """Carries out at once what takes no time; the rest is returned."""
-        later: list[PartInstruction] | None = None
+    def carry_out(
+        self, local: LocalPass, instructions: list[PartInstruction], reason: str = "", *, reading: bool = False
+    ) -> Task | None:
+        """Carries out what follows from an event. A thread that reads does what takes no time, and returns the rest."""
+        later: list[PartInstruction] = []
         for instruction in instructions:
-            kind = type(instruction)
-            # With `into_grad`, `.grad` must be there before any call that was sent after the end is run.
-            if kind is Start or kind is Report or (kind is Commit and not (local.begin and local.begin.into_grad)):
-                later = [*(later or ()), instruction]
-            else:
-                self._carry_out_one(local, instruction, reason)
-        if local.part.is_over:
+            match instruction:
+                case Start():
+                    if reading:
+                        later.append(instruction)
+                    else:
+                        self._run(local)
+                case Wake(message):
+                    with local.lock:
+                        waiter = local.waiters.pop(message, None)
+                    if waiter is not None:
+                        waiter.set_done()
+                case Report(error):
+                    if reading:
+                        later.append(instruction)
+                    else:
+                        self._report(local, error)
+                case Commit():
+                    # With `into_grad`, `.grad` must be there before any call that was sent after the end is run.
+                    if reading and not (local.begin and local.begin.into_grad):
+                        later.append(instruction)
+                    else:
+                        self._commit(local)
+                case Interrupt():
+                    local.interrupt(self._id, reason or "it failed")
+                case Discard():
+                    self._forget(local)
+                case Late(what):
+                    logger.info("worker %r: %s came after the end of pass %d", self._name, what, local.pass_id)
+        if local.part.is_over and not local.settled.done:
             local.settled.set_done()
         return partial(self.carry_out, local, later) if later else None
-
-    def carry_out(self, local: LocalPass, instructions: list[PartInstruction], reason: str = "") -> None:
-        for instruction in instructions:
-            self._carry_out_one(local, instruction, reason)
-        if local.part.is_over:
-            local.settled.set_done()
-
-    def _carry_out_one(self, local: LocalPass, instruction: PartInstruction, reason: str) -> None:
-        match instruction:
-            case Start():
-                self._run(local)
-            case Wake(message):
-                with local.lock:
-                    waiter = local.waiters.pop(message, None)
-                if waiter is not None:
-                    waiter.set_done()
-            case Interrupt():
-                local.interrupt(self._id, reason or "it failed")
-            case Report(error):
-                self._report(local, error)
-            case Commit():
-                self._commit(local)
-            case Discard():
-                self._forget(local)
-            case Late(what):
-                logger.info("worker %r: %s came after the end of pass %d", self._name, what, local.pass_id)
 
     def _run(self, local: LocalPass) -> None:
         error: BaseException | None = None
@@ -302,16 +297,13 @@ class Parts:
     def _forget(self, local: LocalPass) -> None:
         with self._lock:
             if local.part.is_over:
-                self._passes.pop(local.pass_id, None)
-                self._bury_locked(local.pass_id)
+                self.passes.pop(local.pass_id, None)
+                self._over[local.pass_id] = None
+                if len(self._over) > _TOMBSTONES:
+                    self._over.popitem(last=False)
         if local.part.state is not State.FINISHED:
             with local.committing:
                 local.gradients = None
-
-    def _bury_locked(self, pass_id: int) -> None:
-        self._over[pass_id] = None
-        if len(self._over) > _TOMBSTONES:
-            self._over.popitem(last=False)
 
     # -- questions -------------------------------------------------------------------------------------
 
@@ -328,7 +320,7 @@ class Parts:
 
     def state_of(self, context_id: int, pass_id: int) -> PartState | None:
         """Says how far a pass is here, or was when it failed; None if nothing is known of it."""
-        local, context = self._passes.get(pass_id), self._contexts.find(context_id)
+        local, context = self.passes.get(pass_id), self._contexts.find(context_id)
         if local is not None:
             return local.describe(self._id)
         failed = None if context is None else context.failed
