@@ -14,7 +14,7 @@ from _thread import RLock  # threading.RLock is Python code
 from collections.abc import Callable, Sequence
 from functools import partial
 from signal import SIGINT
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -40,11 +40,14 @@ from .contexts import Context, Contexts
 from .diagnosis import explain, state_here
 from .engine_call import LatePassError
 from .host import Host, Task, tell
+from .leaves import GradientTable
 from .local_pass import LocalPass, Roots
 from .outbox import Gradient, Outbox
 from .participant import Parts
 from .plan import Planner, checked_roots, edge_of
 from .torch_modes import current_modes
+
+Result = TypeVar("Result")
 
 _ASKING = 0.5  # seconds in which participants say what a failed pass awaited
 
@@ -77,6 +80,13 @@ class Engine:
 
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """Returns the gradients of this worker's leaves in a context, from all passes that are done."""
+        return self._read(context_id, GradientTable.copy)
+
+    def gradients_of(self, context_id: int, leaves: Sequence[torch.Tensor]) -> list[Gradient]:
+        """Returns the gradients of these leaves; None where there is none."""
+        return self._read(context_id, GradientTable.get_all, leaves)
+
+    def _read(self, context_id: int, read: Callable[..., Result], *args: Any) -> Result:
         thread = current.thread
         before = thread.critical
         thread.critical = before + 1
@@ -85,7 +95,7 @@ class Engine:
             if self.parts.passes:
                 self.parts.settle(context)
             with context.lock:
-                return context.gradients.copy()
+                return read(context.gradients, *args)
         finally:
             thread.critical = before
             if deferred and not before:
@@ -323,7 +333,7 @@ class Engine:
             case Done(pass_id, failure):
                 return self._on_done(peer, pass_id, failure)
             case End(pass_id, aborted):
-                if sender_of(pass_id) == peer:
+                if pass_id >> COUNTER_BITS == peer:
                     return self.parts.on_end(pass_id, aborted)
                 self.parts.disbelieve(peer, f"the end of pass {pass_id}, whose root it is not")
             case Release(context_id):
@@ -331,7 +341,7 @@ class Engine:
         return None
 
     def _on_begin(self, peer: int, begin: Begin, depth: int) -> Task | None:
-        if sender_of(begin.pass_id) == peer:
+        if begin.pass_id >> COUNTER_BITS == peer:
             return self.parts.on_begin(begin, depth)
         self.parts.disbelieve(peer, f"the begin of pass {begin.pass_id}, whose root it is not")
         return None

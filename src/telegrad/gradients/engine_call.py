@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 
 from .._torch import DisableTorchFunctionSubclass, current_graph_task_id, run_backward
 from ..errors import GradientError
-from ..messages import COUNTER_BITS, sender_of
+from ..messages import COUNTER_BITS
 from ..options import SHARED_MEMORY_FROM
 from ..primitives import clock, current
 from ..primitives.interrupts import interruptible
@@ -31,6 +31,7 @@ from .outbox import BURST, Gradient, Outbox, Poster
 _DEVICE_POLL = 1e-3  # seconds
 _ONE = torch.ones(())  # the gradient of tokens
 _BEACON = nodes.make_beacon()
+_new_edge: Any = tuple.__new__  # that of a NamedTuple is Python code
 
 
 class InterruptedPassError(GradientError):
@@ -72,7 +73,7 @@ class EngineCall:
         if local.part.is_root:
             self.serving = current.serving.get()
         else:
-            root = host.name_of(sender_of(local.pass_id))
+            root = host.name_of(local.pass_id >> COUNTER_BITS)
             self.serving = current.Serving(root, local.pass_id, local.deadline, local.depth)
 
     def run(self) -> None:
@@ -111,7 +112,7 @@ class EngineCall:
             # A leaf's gradient is kept without a copy if nothing else holds it, as a start's would be. And None is no
             # start's gradient; but what is behind a node that returns None runs.
             if sent.message in arrived and not sent.is_leaf and (gradient := self.take(sent.id)) is not None:
-                starts.append(GradientEdge(*sent.edge))
+                starts.append(_new_edge(GradientEdge, sent.edge))
                 gradients.append(gradient)
             elif sent.stand_in.requires_grad:  # a leaf may have been frozen since
                 waits.setdefault(sent.message, []).append(sent)
@@ -216,8 +217,7 @@ class EngineCall:
         for message in messages:
             if message in local.part.arrived:
                 continue
-            if local.has_unsent:
-                self._poster.flush(local)
+            self._poster.flush(local)
             with local.lock:
                 if message in local.part.arrived or local.interrupted:
                     waiter = None

@@ -79,9 +79,13 @@ class GradientTable(msgspec.Struct, eq=False):
         self.clear()
 
     def get(self, leaf: Leaf) -> torch.Tensor | None:
+        return self.get_all((leaf,))[0]
+
+    def get_all(self, leaves: Iterable[Leaf]) -> list[torch.Tensor | None]:
+        """Returns their gradients; None where there is none."""
         self._wait_for_events()
-        found = self._found.get(id(leaf))
-        return None if found is None else found[1]
+        found, none = self._found, (None, None)
+        return [found.get(id(leaf), none)[1] for leaf in leaves]
 
     def copy(self) -> dict[Leaf, torch.Tensor]:
         """Returns the gradients, once they are there on the caller's streams."""

@@ -74,11 +74,6 @@ class LocalPass(msgspec.Struct, eq=False):
     committing: Any = msgspec.field(default_factory=RLock)  # guards `gradients`
     gradients: GradientTable | None = None
 
-    @property
-    def has_unsent(self) -> bool:
-        """Whether gradients wait for others to follow, or a participant was not told of the pass yet."""
-        return bool([0 for outbox in self.outboxes.values() if outbox.messages or outbox.begin is not None])
-
     def start(self, contexts: Contexts) -> list[PartInstruction]:
         """Looks up the tensors that will get gradients, and begins."""
         context, begin = self.context, self.begin

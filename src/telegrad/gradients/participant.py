@@ -27,7 +27,7 @@ from .engine_call import EngineCall
 from .host import Host, Task, tell
 from .local_pass import Arrived, LocalPass
 from .outbox import Poster
-from .torch_modes import applied
+from .torch_modes import applied, restore_defaults
 
 _TOMBSTONES = 10_000
 _EARLY = 60.0  # seconds that gradients wait for the begin of their pass
@@ -88,8 +88,8 @@ class Parts:
     # -- messages: on threads that read, so nothing may block or run users' code -----------------------
 
     def on_begin(self, begin: Begin, depth: int) -> Task | None:
-        root_id = sender_of(begin.pass_id)
-        context = self._contexts.get_or_make(begin.context)
+        root_id = begin.pass_id >> COUNTER_BITS
+        context = self._contexts.live.get(begin.context) or self._contexts.get_or_make(begin.context)
         local = None if context is None else self._find_or_make(begin.pass_id)
         if local is None or context is None:
             what = f"the begin of pass {begin.pass_id} came after the end of it or its context"
@@ -104,7 +104,8 @@ class Parts:
         local.context, local.begin, local.depth = context, begin, depth
         if begin.timeout is not None:
             local.deadline = clock.now() + begin.timeout + _GRACE
-        return self.carry_out(local, local.start(self._contexts), reading=True)
+        instructions = local.start(self._contexts)
+        return self.carry_out(local, instructions, reading=True) if instructions else None
 
     def _refuse(self, pass_id: int, root_id: int, reason: Exception) -> None:
         tell(self._host, root_id, Kind.DONE, Done(pass_id, self._host.encode_error(reason, root_id)))
@@ -223,16 +224,20 @@ class Parts:
             running = events.span("pass", "pass", local.pass_id, self._host.name_of(sender_of(local.pass_id)))
         try:
             call = EngineCall(local, self._contexts, self._host, self.poster)
+            modes = None if local.begin is None else local.begin.modes
             if local.on_own_thread:
                 call.run()
-            else:
-                assert local.begin is not None
-                with applied(local.begin.modes):
+            elif modes is None:
+                try:
                     call.run()
-            if local.outboxes:
-                self.poster.flush(
-                    local, but=local.pass_id >> COUNTER_BITS
-                )  # what goes to the root goes with the report
+                finally:
+                    restore_defaults()
+            else:
+                with applied(modes):
+                    call.run()
+            root_id = local.pass_id >> COUNTER_BITS
+            if local.outboxes.keys() - {root_id}:
+                self.poster.flush(local, but=root_id)  # what goes to the root goes with the report
         except BaseException as raised:
             error = raised
         if running is not None:
