@@ -10,19 +10,15 @@ another thread. The root's own part runs on the thread that has called backward(
 
 from __future__ import annotations
 
-from _thread import RLock  # threading.RLock is Python code
 from collections.abc import Callable, Sequence
 from functools import partial
 from signal import SIGINT
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 
 from .._torch import current_graph_task_id
 from ..errors import (
-    BackwardError,
-    CallTimeoutError,
     GradientError,
     NotStartedError,
     PeerLostError,
@@ -34,10 +30,8 @@ from ..events import logger
 from ..messages import COUNTER_BITS, Begin, Done, End, Envelope, Failure, Kind, Member, Release, sender_of
 from ..primitives import clock, current
 from ..primitives.interrupts import critical, deferred, deliver, getsignal, guard, interruptible, on_signal
-from ..primitives.waiter import Waiter
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, RootInstruction
-from .contexts import Context, Contexts
-from .diagnosis import explain, state_here
+from .contexts import Contexts
 from .engine_call import LatePassError
 from .host import Host, Task, tell
 from .leaves import GradientTable
@@ -45,23 +39,10 @@ from .local_pass import LocalPass, Roots
 from .outbox import Gradient, Outbox
 from .participant import Parts
 from .plan import Planner, checked_roots, edge_of
+from .rooted_pass import RootedPass, late_error, raise_error
 from .torch_modes import current_modes
 
 Result = TypeVar("Result")
-
-_ASKING = 0.5  # seconds in which participants say what a failed pass awaited
-
-
-class RootedPass(msgspec.Struct, eq=False):
-    """A pass that was begun here."""
-
-    begin: Begin  # this worker's own
-    state: BackwardPass
-    lock: Any = msgspec.field(default_factory=RLock)  # guards `state`. Threads that read take it: held for a moment
-    waiter: Waiter = msgspec.field(default_factory=Waiter)
-    finishing: list[RootInstruction] = msgspec.field(default_factory=list)  # left to the thread that waits for the pass
-    error: BaseException | None = None
-    worker: int = -1  # where the error happened
 
 
 class Engine:
@@ -191,7 +172,7 @@ class Engine:
             finally:
                 self._roots.pop(pass_id, None)
             if root.error is not None:
-                self._raise(root, context)
+                raise_error(root, context, self._id, self.host)
             return local.results
         finally:
             if root is not None:
@@ -217,7 +198,7 @@ class Engine:
             if not root.waiter.done:
                 self.host.wait(root.waiter, others[0] if others else self._id, local.deadline, turn)
             if not root.waiter.done:
-                self._on(root, root.state.on_failure, self._late(root))
+                self._on(root, root.state.on_failure, late_error(root, self.host))
             self._finish(root)
         except BaseException as error:
             self._on(root, root.state.on_failure, error)
@@ -275,45 +256,6 @@ class Engine:
             if left:
                 self.host.submit(partial(self._tell_end, pass_id, left, aborted))
             raise
-
-    # -- its errors ------------------------------------------------------------------------------------
-
-    def _late(self, root: RootedPass) -> CallTimeoutError:
-        missing = sorted(self.host.name_of(worker) for worker in root.state.missing)
-        return CallTimeoutError(
-            f"the backward pass ran for more than set timeout ({int((root.begin.timeout or 0) * 1000)} ms); "
-            f"workers {missing} are not done"
-        )
-
-    def _raise(self, root: RootedPass, context: Context) -> None:
-        error, worker = root.error, root.worker
-        assert error is not None
-        if not isinstance(error, Exception):
-            try:
-                raise error
-            finally:
-                del error
-        if isinstance(error, PeerLostError) and error.worker_id >= 0:
-            worker = error.worker_id  # not the worker that noticed it
-        name = self.host.name_of(worker)
-        text = f"Error on Node {worker}: {text_of(error)} (worker {name!r}, in a backward pass)"
-        if awaited := self._awaited(root, context):
-            text = f"{text}. {awaited}"
-        raise BackwardError(text, name, worker) from error
-
-    def _awaited(self, root: RootedPass, context: Context) -> str:
-        """Says what a pass awaited that failed because of a peer: as its participants tell, or as is known here."""
-        error, pass_id = root.error, root.begin.pass_id
-        if not isinstance(error, PeerLostError | CallTimeoutError):
-            return ""
-        lost = {error.worker_id} if isinstance(error, PeerLostError) else set()
-        missing = root.state.missing - lost
-        others = missing - {self._id}
-        answers, _ = self.host.ask(others, state_here, (context.id, pass_id), _ASKING)
-        own = context.failed if context.failed is not None and context.failed.pass_id == pass_id else None
-        states = [s for s in (own, *answers.values()) if s is not None and s.worker in missing]
-        silent = others - {state.worker for state in states}
-        return explain(states, lost=lost, silent=silent, name_of=self.host.name_of)
 
     # -- messages --------------------------------------------------------------------------------------
 
@@ -376,7 +318,7 @@ class Engine:
             self._on_success(root, self._id)
             return
         if isinstance(error, LatePassError):
-            error = self._late(root)
+            error = late_error(root, self.host)
         # If the pass was already aborted, the first error wins and this one is dropped.
         self._on(root, root.state.on_report, self._id, error)
 
