@@ -170,7 +170,7 @@ def test_a_fan_takes_few_messages(monkeypatch):
     assert sum(len(detail.split()) - 2 for detail in out) == 32
 
 
-_served = threading.Event()
+_served: list[threading.Semaphore] = []  # one release for each gradient
 
 
 class Served(torch.autograd.Function):
@@ -182,7 +182,7 @@ class Served(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        _served.set()
+        _served[-1].release()
         return gradient
 
 
@@ -190,13 +190,15 @@ class Computes(torch.autograd.Function):
     """Computes until the gradients of all calls have come to where they belong."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, count: int) -> torch.Tensor:
+        ctx.count = count
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        assert _served.wait(PATIENCE), "they wait for the engine, which computes"
-        return gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        for _ in range(ctx.count):
+            assert _served[-1].acquire(timeout=PATIENCE), "they wait for the engine, which computes"
+        return gradient, None
 
 
 def served(x: torch.Tensor) -> torch.Tensor:
@@ -207,10 +209,10 @@ def served(x: torch.Tensor) -> torch.Tensor:
 def test_gradients_do_not_wait_for_an_engine_that_computes(monkeypatch, count):
     """Those that wait for others to follow go out by the timer."""
     monkeypatch.setattr("telegrad.gradients.engine_call.BURST", 60.0)
-    _served.clear()
+    _served.append(threading.Semaphore(0))
     with telegrad.LocalCluster(["a"], transport="inproc"), autograd.context() as context_id:
         x = torch.ones(3, requires_grad=True)
-        local = Computes.apply(x)  # made before what is received: the engine comes to it after that
+        local = Computes.apply(x, count)  # made before what is received: the engine comes to it after that
         received = [rpc.rpc_sync("a", served, args=(x,)) for _ in range(count)]
         autograd.backward(context_id, [sum([r.sum() for r in received], local.sum())])
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 1.0 + count))
