@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from raw_peers import connection_over, polling, socket_pair
 
 from telegrad.messages import WIRE_VERSION, Call, Envelope, Hello, Kind, Reply
 from telegrad.options import SHARED_MEMORY_FROM, Options
@@ -47,8 +48,14 @@ def encoded(worker_id: int, envelope: Envelope, body: Call | Reply, to: Hello) -
     return codec.seal(envelope, codec.pack(envelope, body, to))
 
 
-def in_one_piece(frames: Frames) -> bytes:
-    return wire.in_one_piece(frames.header, frames.buffers, sum(map(len, frames.buffers)))
+def written(frames: Frames) -> bytes:
+    ours, theirs = socket_pair("unix")
+    with polling() as (_, lease), theirs:
+        connection = connection_over(ours, lease)
+        connection.write(frames)
+        data = theirs.recv(1 << 16)
+        connection.dispose()
+    return data
 
 
 def shared_head() -> bytes:
@@ -62,8 +69,8 @@ def shared_head() -> bytes:
     ("example", "make"),
     [
         (0, greeting),
-        (1, lambda: in_one_piece(call())),
-        (2, lambda: in_one_piece(reply())),
+        (1, lambda: written(call())),
+        (2, lambda: written(reply())),
         (3, shared_head),
     ],
     ids=["greeting", "call", "reply", "shared"],
