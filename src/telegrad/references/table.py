@@ -144,9 +144,10 @@ class References(OwnedValues):
         lent = []
         dead: list[Owned] = []
         with self._lock:
-            self._count_locked(dead)
+            if self.let_go_here:
+                self._count_locked(dead)
             back = self.to_go_back.pop(to, ())
-            for entry in {entry.id: entry for entry in entries}.values():
+            for entry in dict.fromkeys(entries):
                 loan = 0
                 if isinstance(entry, Owned):
                     entry.give_credit(to)

@@ -80,8 +80,8 @@ class ReadLease:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._close_bell = partial(os.close, self._bell)
         self._inner.register(self._bell, select.EPOLLIN)
-        self._turn: Turn | None = None  # the last one that began
-        self._timer_at = 0.0
+        self.turn: Turn | None = None  # the last one that began
+        self.timer_at = 0.0
         poller.register(self._fd, self._on_event)
         poller.on_timer = self._on_timer
         self._set(self._fd, ARMED)
@@ -237,31 +237,26 @@ class ReadLease:
 
     # -- relief ----------------------------------------------------------------------------------------
 
-    def began(self, turn: Turn) -> None:
-        self._turn = turn
-
     def relieve_later(self, now: float) -> None:
-        """A thread does other work from now on, and must be relieved if that takes long."""
-        if now >= self._timer_at:
-            # Not for each message: a timer that is set may ring early for this one, and is then set again.
-            self._timer_at = now + PATIENCE
-            self._poller.set_timer(PATIENCE)
+        """Looks after a while whether a thread that does other work must be relieved. Not for each message: a timer
+        that is set may ring early for this one, and is then set again."""
+        self.timer_at = now + PATIENCE
+        self._poller.set_timer(PATIENCE)
 
     def _on_timer(self) -> None:
-        turn = self._turn
+        turn = self.turn
         if turn is None or not turn.is_away:
             return
         now = clock.now()
         if now - turn.since >= PATIENCE * 0.9:
             turn.relieve()
         else:
-            self._timer_at = now + PATIENCE
-            self._poller.set_timer(PATIENCE)
+            self.relieve_later(now)
 
     def relieve(self) -> None:
         """Relieves the thread that keeps the lease while it does other work, if there is one."""
-        if self._turn is not None:
-            self._turn.relieve()
+        if self.turn is not None:
+            self.turn.relieve()
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -275,7 +270,7 @@ class ReadLease:
             self._closed = True
             self._poller.unregister(self._fd)
             self._inner.close()
-            self._turn = None
+            self.turn = None
             self.on_readable = _nothing
 
     def abandon(self) -> None:
@@ -312,7 +307,7 @@ class Turn:
         self._away: list[None] = []  # not empty: the thread may be relieved. list.pop decides which thread is first
         self.since = 0.0
         self.waiting: deque[Any] = deque()  # messages that were read and not yet begun
-        lease.began(self)
+        lease.turn = self
         current.thread.relieve = self.relieve
 
     @property
@@ -323,7 +318,8 @@ class Turn:
         """Before other work: from here on the thread can be relieved."""
         self.since = now = clock.now()
         self._away.append(None)
-        self._lease.relieve_later(now)
+        if now >= self._lease.timer_at:
+            self._lease.relieve_later(now)
 
     def take_back(self) -> bool:
         """After other work: whether the thread still has the lease. Then it cannot be relieved until `leave`."""
@@ -354,7 +350,7 @@ class Turn:
     def end(self) -> None:
         """Ends the turn, and releases the lease if the thread still has it."""
         current.thread.relieve = None
-        if self.take_back():
+        if self._away and self.take_back():
             self._lease.release()
 
 

@@ -104,9 +104,7 @@ class StreamConnection(Connection):
             self._write_pieces(rest, None, None if sent else nbytes + len(header), timeout, before_waiting)
         return nbytes
 
-    def _write_large(
-        self, frames: Frames, nbytes: int, timeout: float | None, before_waiting: BeforeWaiting
-    ) -> None:
+    def _write_large(self, frames: Frames, nbytes: int, timeout: float | None, before_waiting: BeforeWaiting) -> None:
         lane, locked = None, False
         try:
             self._check(frames, nbytes)
