@@ -348,7 +348,8 @@ class Worker:
     ) -> Entry:  # fmt: skip
         """Like `call_async`, but the result stays there. The entry that is returned counts as a handle to it: to be
         called inside of a critical section, in which it becomes one."""
-        self.check_open()
+        if self.closed_because or os.getpid() != self._pid:
+            self.check_open()
         create = self.calls.create if current.thread.critical == 1 else self.calls.create_later
         return create(to, Call(function, tuple(args), kwargs or None), timeout)
 

@@ -22,8 +22,6 @@ from .._torch import BaseFuture, current_graph_task_id, is_any_autocast_enabled
 from ..errors import (
     CallTimeoutError,
     DecodeError,
-    EncodeError,
-    GradientError,
     HandedOverError,
     PeerLostError,
     RemoteError,
@@ -33,7 +31,6 @@ from ..errors import (
     text_of,
 )
 from ..events import Span, logger
-from ..gradients.attach import NoHistoryError
 from ..gradients.contexts import Context
 from ..gradients.torch_modes import current_modes
 from ..messages import Call, Envelope, Failure, Kind, WorkerInfo
@@ -44,6 +41,7 @@ from ..references.entries import Entry, Held
 from ..serialization.codec import Body, Codec
 from ..transport.base import Connection
 from . import profiled_calls
+from .call_errors import why_no_answer, why_not_sent
 from .peers import Peer, Peers
 from .pending import UNSET_TIMEOUT, PendingCall, PendingCalls, effective_timeout
 from .reader import Reader
@@ -141,13 +139,15 @@ class Calls:
     def create(self, to: To, body: Call, timeout: float | None) -> Entry:
         """Has another worker create a value. The entry counts as a handle: this is called in a critical section, in
         which it becomes one."""
-        limit = effective_timeout(timeout, self._worker.options.rpc_timeout, None)
-        try:
-            peer, _ = self._reach(to, limit)
-        except CallTimeoutError as error:
-            if not isinstance(error.__cause__, PeerLostError) or error.__cause__.worker_id < 0:
-                raise
-            return self._late_creation(error.__cause__.worker_id, limit, str(error))
+        peer = self._peers.known_peers.get(to) if isinstance(to, (str, int)) else None
+        if peer is None or peer.connection is None:
+            limit = effective_timeout(timeout, self._worker.options.rpc_timeout, None)
+            try:
+                peer, _ = self._reach(to, limit)
+            except CallTimeoutError as error:
+                if not isinstance(error.__cause__, PeerLostError) or error.__cause__.worker_id < 0:
+                    raise
+                return self._late_creation(error.__cause__.worker_id, limit, str(error))
         entry = self._worker.references.new(peer.member.id)
         try:
             self._start(entry.owner, body, timeout, None, entry)
@@ -204,18 +204,11 @@ class Calls:
         if peer is None or (connection := peer.connection) is None:
             peer, connection = self._reach(to, limit)
         function = body.function
+        name = getattr(function, "__qualname__", None) or repr(function)
         call = PendingCall(
-            worker.new_message_id(),
-            getattr(function, "__qualname__", None) or repr(function),
-            peer.member.name,
-            limit,
-            None if limit is None else clock.now() + limit,
-            depth,
-            connection,
-            peer.window,
-            future,
-            future is None and creates is None,
-        )
+            worker.new_message_id(), name, peer.member.name, limit, None if limit is None else clock.now() + limit,
+            depth, connection, peer.window, future, future is None and creates is None,
+        )  # fmt: skip
         if future is not None:
             future.call = call
         modes = None
@@ -245,7 +238,7 @@ class Calls:
                 call.leave_window()
                 if error.interrupt is not None:
                     raise error.interrupt from None
-                raise self._translated(error, call, body) from error
+                raise why_not_sent(worker, self._codec, error, call, body) from error
         except BaseException as error:
             call.stop_reading()
             if isinstance(creates, Held):
@@ -254,7 +247,7 @@ class Calls:
                 call.profiled.sent()
             if self._pending.take(call.id) is not None:
                 call.leave_window()
-                translated = self._translated(error, call, body)
+                translated = why_not_sent(worker, self._codec, error, call, body)
                 if translated is error:
                     raise
                 raise translated from error
@@ -276,24 +269,6 @@ class Calls:
             # Whether it lives is not known: there was no time to find out.
             late = f"RPC ran for more than set timeout ({timeout * 1000:.0f} ms): {error}"
             raise CallTimeoutError(late) from error
-
-    def _translated(self, error: BaseException, call: PendingCall, body: Call) -> BaseException:
-        """The error that the caller of a call sees, which could not be sent."""
-        assert call.connection is not None
-        if isinstance(error, EncodeError):
-            values = [*body.args, *(body.kwargs or {}).values()]
-            track = self._worker.attach.current() is not None
-            culprit = self._codec.first_unsendable(values, call.connection.peer, track=track)
-            what = "the function" if culprit is None else f"an argument, a {type(culprit).__name__},"
-            return EncodeError(f"{what} of the call of {call.function} on worker {call.peer!r} cannot be sent: {error}")
-        if isinstance(error, TransportError):
-            self._worker.on_lost(call.connection, str(error))
-            return PeerLostError(f"worker {call.peer!r} is gone, the call of {call.function} was not sent: {error}")
-        if isinstance(error, TimeoutError) and not isinstance(error, CallTimeoutError):
-            late = call.timeout_error()()
-            late.add_note(str(error))
-            return late
-        return error
 
     def post(self, to: int, envelope: Envelope, body: Body, timeout: float | None, context: Context | None) -> None:
         """Sends a one-way message.
@@ -439,7 +414,7 @@ class Calls:
                 else:
                     value = body.value
             except DecodeError as error:
-                call.make_error = _no_answer(call, error)
+                call.make_error = why_no_answer(call, error)
         return value if call.profiled is None else call.profiled.answered(value)
 
     def error_of(self, failure: Failure, peer: str) -> Exception:
@@ -461,15 +436,3 @@ class Calls:
     def log_notes(self) -> None:
         while self._to_log:
             logger.warning("worker %r: %s", self._worker.name, self._to_log.popleft())
-
-
-def _no_answer(call: PendingCall, error: DecodeError) -> Callable[[], BaseException]:
-    """Makes the error of a call whose answer cannot be decoded. It does not refer to the call: see Future.fail."""
-    of_call = f"worker {call.peer!r} to the call of {call.function}"
-    if isinstance(error.__cause__, NoHistoryError):
-        return partial(
-            GradientError,
-            f"the answer of {of_call} in autograd context {call.context} has {error.__cause__} and no history: no "
-            "gradient would go back. Has the context ended there?",
-        )
-    return partial(DecodeError, f"the answer of {of_call} cannot be rebuilt here: {error}")

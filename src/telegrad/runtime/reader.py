@@ -97,9 +97,17 @@ class Reader:
                 if called and len(found) > 1:
                     found.sort(key=_answers_first)
                 turn.waiting.extend(found)
-                del found, message
-                if not self._run_waiting(turn):
-                    return
+                del found
+                while turn.waiting:
+                    message = turn.waiting.popleft()
+                    turn.leave()
+                    try:
+                        self._receive(message, None)
+                    except BaseException:  # also a SystemExit: the thread is the worker's, and reads for all
+                        logger.exception("worker %r: a message could not be handled", self._name)
+                    del message
+                    if not turn.take_back():
+                        return
                 # A caller is likely to call again at once: to be there saves it a wake-up.
                 linger = lease.linger if called else 0.0
                 if not linger:
@@ -107,20 +115,6 @@ class Reader:
                     return
         finally:
             turn.end()
-
-    def _run_waiting(self, turn: Turn) -> bool:
-        """Hands on what was read, one after the other; whether the thread still has the lease after it."""
-        while turn.waiting:
-            message = turn.waiting.popleft()
-            turn.leave()
-            try:
-                self._receive(message, None)
-            except BaseException:  # also a SystemExit: the thread is the worker's, and reads for all
-                logger.exception("worker %r: a message could not be handled", self._name)
-            del message
-            if not turn.take_back():
-                return False
-        return True
 
     def _hand_on(self, message: Incoming) -> None:
         self._threads.submit(lambda: self._receive(message, None))

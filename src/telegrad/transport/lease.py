@@ -215,11 +215,17 @@ class ReadLease:
         return found
 
     def _block(self, timeout: float | None, waiter: Waiter | None) -> list[tuple[int, int]]:
-        if waiter is not None and self.ring not in waiter.wakes:
-            waiter.wakes.append(self.ring)
-            if waiter.done:
-                return _NONE
-        return blocking(self._poll, timeout, _AT_ONCE)
+        if waiter is None:
+            return blocking(self._poll, timeout, _AT_ONCE)
+        waiter.wakes.append(self.ring)
+        try:
+            return _NONE if waiter.done else blocking(self._poll, timeout, _AT_ONCE)
+        finally:
+            # Or this thread, when it completes what it waits for itself, would ring, and wake another one for nothing.
+            try:
+                waiter.wakes.remove(self.ring)
+            except ValueError:
+                pass  # it rings
 
     def _answer_bell(self, found: list[Connection]) -> None:
         try:
