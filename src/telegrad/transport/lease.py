@@ -48,9 +48,10 @@ if TYPE_CHECKING:
 PATIENCE = 5e-3  # seconds that a thread may keep the lease while it does other work, before it is relieved
 _LIVELY = 1e-3  # messages at most this many seconds apart count as close
 # Two looks of a thread that spins are microseconds apart, unless another thread has its core. Then spinning only puts
-# it behind those that sleep, so no thread of the worker spins for a while.
+# it behind those that sleep, so no thread of the worker spins for a while: for twice as long as the last time, if it
+# is disturbed again soon.
 _DISTURBED = 0.3e-3
-_CALM = 0.2
+_CALM, _LONGEST_CALM = 0.2, 3.2
 _AT_ONCE = 16  # connections that one look finds
 _READABLE = select.EPOLLIN | select.EPOLLRDHUP
 _NONE: list[Any] = []
@@ -63,10 +64,10 @@ class ReadLease:
         self.on_readable: Callable[[], None] = self.release
         self.max_spin = spin if (os.cpu_count() or 1) > 1 else 0.0
         self._poller = poller
-        self._lock = threading.Lock()  # the lease itself: guards receive() of all connections, and the two below
+        self._lock = threading.Lock()  # the lease itself: guards receive() of all connections, and the four below
         self._lively = True  # the last message followed the one before it closely
         self._last = 0.0
-        self._no_spin_until = 0.0
+        self._no_spin_until = self._calm = 0.0  # seconds; the second is how long the last time without spinning was
         self._inner = select.epoll()
         self._fd = self._inner.fileno()
         self._poll = self._inner.poll
@@ -180,30 +181,28 @@ class ReadLease:
         poll = self._poll
         try:
             events = poll(0, _AT_ONCE)
+            now = clock.now()
             if not events:
-                now = clock.now()
                 until = None if timeout is None else now + timeout
                 # Spinning pays where messages follow each other closely, and costs a core elsewhere.
-                spin_until = now + self.max_spin if self._lively and now >= self._no_spin_until else now
+                spin_until = now + self.max_spin if self._lively and now >= self._no_spin_until else 0.0
                 while not events:
-                    if waiter is not None and waiter.done:
+                    if (waiter is not None and waiter.done) or (until is not None and now >= until):
                         return _NONE
-                    before, now = now, clock.now()
-                    if until is not None and now >= until:
-                        return _NONE
-                    if now < spin_until:
-                        os.sched_yield()
-                        events = poll(0, _AT_ONCE)
-                    elif spin_until and now - before > _DISTURBED:
-                        spin_until, self._no_spin_until = 0.0, now + _CALM
-                    else:
-                        spin_until = 0.0
+                    if now >= spin_until:
                         events = self._block(None if until is None else until - now, waiter)
+                        now = clock.now()
+                        continue
+                    os.sched_yield()
+                    events = poll(0, _AT_ONCE)
+                    before, now = now, clock.now()
+                    if now - before > _DISTURBED:
+                        spin_until = 0.0
+                        self._calm_down(now)
         except (OSError, ValueError):
             if not self._closed:
                 raise
             return _NONE
-        now = clock.now()
         self._lively = now - self._last < _LIVELY
         self._last = now
         found = []
@@ -213,6 +212,12 @@ class ReadLease:
         if len(found) != len(events) or self._is_rung:
             self._answer_bell(found)
         return found
+
+    def _calm_down(self, now: float) -> None:
+        """A thread that spun was disturbed."""
+        again = now - self._no_spin_until < self._calm
+        self._calm = min(2 * self._calm, _LONGEST_CALM) if again else _CALM
+        self._no_spin_until = now + self._calm
 
     def _block(self, timeout: float | None, waiter: Waiter | None) -> list[tuple[int, int]]:
         if waiter is None:
