@@ -91,10 +91,13 @@ class Reader:
         linger = 0.0
         try:
             while found := self._read(linger):
-                called = False
+                called = answered = False
                 for message in found:
-                    called = called or message.envelope.kind not in _ANSWERS
-                if called and len(found) > 1:
+                    if message.envelope.kind in _ANSWERS:
+                        answered = True
+                    else:
+                        called = True
+                if called and answered:
                     found.sort(key=_answers_first)
                 turn.waiting.extend(found)
                 del found

@@ -240,19 +240,19 @@ class _Pickler(pickle.Pickler):
 
 def _unflatten(values: tuple[Any, ...], tensors: dict[int, Any], attach: Attach | None) -> tuple[Any, ...]:
     found = list(values)
-    tracked = []
+    tracked: list[torch.Tensor] = []
+    places: list[int] = []  # of those
     for position, description in tensors.items():
         if type(description) is int:
             continue
         if attach is not None and description[FLAGS] & REQUIRES_GRAD:
-            tracked.append(position)
-            found[position] = rebuild(*description, detached=True)  # type: ignore[misc]
+            tracked.append(rebuild(*description, detached=True))  # type: ignore[misc]
+            places.append(position)
         else:
             found[position] = rebuild(*description)
     if tracked:
         assert attach is not None
-        with_history = attach([found[position] for position in tracked])
-        for position, tensor in zip(tracked, with_history, strict=True):
+        for position, tensor in zip(places, attach(tracked), strict=True):
             found[position] = tensor
     for position, description in tensors.items():
         if type(description) is int:
