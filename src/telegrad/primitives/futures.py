@@ -87,11 +87,14 @@ class Future(torch.futures.Future[Any]):
         torch keeps the function below where the garbage collector cannot see it. An exception that it held
         would hold the frames that it passed through, and with them this future, for ever.
         """
-        failure = self._failure = _Failure(f"{description} failed, and no one waited for it: {make_error()!r}")
-        failure.log_later = None if self.has_callbacks else self._log_later
+        text = f"{description} failed, and no one waited for it: {make_error()!r}"
+        seen: list[None] = []
+        self._failure = _Failure(text, seen, self._log_later)
+        if self.has_callbacks:  # after that, so that a callback which is added meanwhile sees the failure, or is seen
+            seen.append(None)
 
         def unwrap(_: object) -> Any:
-            failure.log_later = None
+            seen.append(None)
             raise make_error()
 
         # torch calls this for each that asks for the value, wait_all() and collect_all() included.
@@ -101,20 +104,19 @@ class Future(torch.futures.Future[Any]):
     def _with_callback(self) -> None:
         self.has_callbacks = True
         if self._failure is not None:
-            self._failure.log_later = None
+            self._failure.seen.append(None)
 
 
 class _Failure:
-    """Dies with its future, and with torch's own part of it, which may be waited for without it."""
+    """What is logged when a future dies, unless it was seen. Only futures that failed have a finaliser."""
 
-    log_later: Callable[[str], None] | None  # None: it was seen
-
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, seen: list[None], log_later: Callable[[str], None]) -> None:
         self._text = text
-        self.log_later = None
+        self.seen = seen
+        self._log_later = log_later
 
     @finaliser
     def __del__(self) -> None:
         # It may run on any thread, under any lock, so it leaves a note and does no more.
-        if self.log_later is not None:
-            self.log_later(self._text)
+        if not self.seen:
+            self._log_later(self._text)

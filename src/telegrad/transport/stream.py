@@ -11,7 +11,6 @@ import socket
 import threading
 from functools import partial
 from struct import pack
-from typing import NoReturn
 
 from ..errors import ConnectionClosedError, HandedOverError, ProtocolError, TooLargeError, TransportError
 from ..events import logger
@@ -94,7 +93,8 @@ class StreamConnection(Connection):
                 sent = 0
                 rest.append(piece)
         except BaseException as error:
-            self._raise_why(error)
+            self._check_broken(error)
+            raise
         finally:
             if not rest:
                 self._write_lock.release()
@@ -203,17 +203,21 @@ class StreamConnection(Connection):
                 if not pieces:
                     return
         except BaseException as error:
-            if withdrawn or handed_over:
-                raise
-            self._raise_why(error)
+            if not withdrawn and not handed_over:
+                self._check_broken(error)
+            raise
         finally:
             if not handed_over:
                 self._unlock()
 
-    def _raise_why(self, error: BaseException) -> NoReturn:
-        """Raises the error of a write that has failed, and ends the connection where that has ended it."""
+    def _check_broken(self, error: BaseException) -> None:
+        """Ends the connection after an error of a write.
+
+        Raises:
+            ConnectionClosedError: the error says no more than that.
+        """
         if isinstance(error, ConnectionClosedError):
-            raise error
+            return
         if isinstance(error, ConnectionError):
             self._cannot_write(f"the connection with worker {self.peer.name!r} broke: {error}")
             raise ConnectionClosedError(self._closed_because) from error
@@ -221,7 +225,6 @@ class StreamConnection(Connection):
         self.abort(f"a message to worker {self.peer.name!r} was interrupted in the middle: {error!r}")
         if isinstance(error, OSError | RuntimeError):  # which one that cannot start a thread is
             raise ConnectionClosedError(self._closed_because) from error
-        raise error
 
     def _withdraw(self, lane: Segment | None) -> None:
         """Undoes _compose() and _fill_lane() for a message of which nothing was sent. The write lock is held."""
