@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ._torch import current_graph_task_id
 from .errors import GradientError
 from .gradients.contexts import Context
 from .graph.gathering import gather
@@ -349,5 +350,7 @@ def _tensors(given: Any, what: str) -> list[torch.Tensor]:
 
 
 def _timeout(worker: Worker, timeout: float | None) -> float | None:
-    serving = current.current_serving()
+    serving = current.serving.get() if current_graph_task_id() < 0 else current.current_serving()
+    if serving is None and timeout is None:
+        return worker.options.rpc_timeout or None  # 0: no limit
     return effective_timeout(timeout, worker.options.rpc_timeout, serving.deadline if serving else None)

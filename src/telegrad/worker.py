@@ -249,8 +249,10 @@ class Worker:
             DecodeError: it cannot be rebuilt; or it answers a call of context `tracked_in`, and tensors that require
                 grad come without their history.
         """
-        attach = None if envelope.autograd is None else self.attach.incoming(envelope)
-        if attach is None and tracked_in:
+        attach = None
+        if envelope.autograd is not None and envelope.autograd.sent:
+            attach = self.attach.incoming(envelope)
+        elif tracked_in:
             attach = refuse
         if not self.events.subscribers:
             return self._codec.decode(envelope, frames, attach)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from .._torch import current_graph_task_id
 from ..errors import GradientError, UnknownContextError
 from ..events import logger
 from ..messages import Autograd, Envelope, Hello, LogEntry
@@ -83,7 +84,8 @@ class Attach:
                 if (other := self._live.get(entry.context)) is not None:
                     other.known_workers.add(to)
         if said is None:
-            envelope.autograd = Autograd(context.id, tuple(own), entries, current.current_pass_id())
+            during = current.pass_id.get() if current_graph_task_id() < 0 else current.current_pass_id()
+            envelope.autograd = Autograd(context.id, tuple(own), entries, during)
         else:
             envelope.autograd = Autograd(
                 context.id, tuple(own), entries, said.during, said.done, said.more, said.begin

@@ -113,9 +113,6 @@ class Part(msgspec.Struct):
             if unknown:
                 return self.on_local_end(_not_awaited(min(unknown)))
             self.missing -= self.arrived
-        return self._start_if_ready()
-
-    def _start_if_ready(self) -> list[PartInstruction]:
         # Gradients are taken in the reverse of the order of sending, so the engine has nothing to do before the last
         # Send has its own.
         if self.is_root or not self.sends or self.sends[-1] in self.arrived:
@@ -133,8 +130,9 @@ class Part(msgspec.Struct):
                 return self.on_local_end(_not_awaited(send))
             self.missing.remove(send)
         self.arrived.add(send)
-        if self.state is State.WAITING:
-            return self._start_if_ready()
+        if self.state is State.WAITING and send == self.sends[-1]:
+            self.state = State.RUNNING
+            return [_START]
         return [Wake(send)] if self.state is State.RUNNING else []
 
     def on_local_end(self, error: BaseException | None = None) -> list[PartInstruction]:

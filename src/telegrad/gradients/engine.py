@@ -230,9 +230,11 @@ class Engine:
                     try:  # the others first: adding this worker's gradients up may fail
                         self._tell_end(root.begin.pass_id, workers, "")
                     finally:
-                        self._end_own_part(root, "")
+                        if (local := self.parts.passes.get(root.begin.pass_id)) is not None:
+                            self.parts.end(local, "")
                 case Abort(workers, reason):
-                    self._end_own_part(root, reason)
+                    if (local := self.parts.passes.get(root.begin.pass_id)) is not None:
+                        self.parts.end(local, reason)
                     # Not by this thread: a worker that takes nothing must not hold up the error.
                     self.host.submit(partial(self._tell_end, root.begin.pass_id, workers, reason))
                 case Complete(error, worker):
@@ -241,10 +243,6 @@ class Engine:
                         root.waiter.set_done()
                 case Late(what):
                     logger.info("%s came after the end of pass %d", what, root.begin.pass_id)
-
-    def _end_own_part(self, root: RootedPass, aborted: str) -> None:
-        if (local := self.parts.passes.get(root.begin.pass_id)) is not None:
-            self.parts.end(local, aborted)
 
     def _tell_end(self, pass_id: int, workers: Sequence[int], aborted: str) -> None:
         left = list(workers)
@@ -289,16 +287,21 @@ class Engine:
         return None
 
     def _on_done(self, peer: int, pass_id: int, failure: Failure | None) -> Task | None:
-        """Takes the report of a participant."""
+        """Takes the report of a participant, or of this worker's own part."""
         root = self._roots.get(pass_id)
         if root is None:
             logger.info("the report of worker %d came after the end of pass %d", peer, pass_id)
-        elif peer not in root.state.others:
+        elif peer not in root.state.others and peer != self._id:
             self.parts.disbelieve(peer, f"a report of pass {pass_id}, which it has no part in")
         elif failure is not None:
             return partial(self._on_failed, root, peer, failure)  # which may run users' code
         else:
-            self._on_success(root, peer)
+            with root.lock:  # a thread that finds the pass over must also find what is left to do
+                instructions = root.state.on_report(peer, None)
+                if instructions:  # the last word is left to the thread that waits: backward() returns after it
+                    root.finishing = instructions
+            if instructions:
+                root.waiter.set_done()
         return None
 
     def _on_failed(self, root: RootedPass, peer: int, failure: Failure) -> None:
@@ -311,37 +314,25 @@ class Engine:
 
     def _on_report_here(self, local: LocalPass, error: BaseException | None) -> None:
         """Takes the report of this worker's own part."""
-        root = self._roots.get(local.pass_id)
-        if root is None:
-            return
         if error is None:
-            self._on_success(root, self._id)
-            return
-        if isinstance(error, LatePassError):
-            error = late_error(root, self.host)
-        # If the pass was already aborted, the first error wins and this one is dropped.
-        self._on(root, root.state.on_report, self._id, error)
-
-    def _on_success(self, root: RootedPass, worker: int) -> None:
-        """Leaves the last word to the thread that waits for the pass: backward() returns after it."""
-        with root.lock:  # a thread that finds the pass over must also find what is left to do
-            instructions = root.state.on_report(worker, None)
-            if instructions:
-                root.finishing = instructions
-        if instructions:
-            root.waiter.set_done()
+            self._on_done(self._id, local.pass_id, None)
+        elif (root := self._roots.get(local.pass_id)) is not None:
+            if isinstance(error, LatePassError):
+                error = late_error(root, self.host)
+            # If the pass was already aborted, the first error wins and this one is dropped.
+            self._on(root, root.state.on_report, self._id, error)
 
     # -- ends ------------------------------------------------------------------------------------------
 
-    def release(self, context_id: int, *, told_by: int | None = None, tell: bool = True) -> set[int]:
-        """Ends a context here, and tells the workers that it was sent to. Returns them: without `tell`, they are
+    def release(self, context_id: int, *, told_by: int | None = None, tell_others: bool = True) -> set[int]:
+        """Ends a context here, and tells the workers that it was sent to. Returns them: without `tell_others`, that is
         left to the caller."""
         context = self._contexts.take_out(context_id)
         if context is None:
             return set()
         others = context.known_workers - {told_by, self._id, context_id >> COUNTER_BITS}
-        for worker in others if tell else ():
-            self.tell_released(worker, context_id)
+        for worker in others if tell_others else ():
+            tell(self.host, worker, Kind.RELEASE, Release(context_id))
         if self.parts.passes:
             ended = UnknownContextError(f"context {context_id} ended while its backward pass ran")
             self._end(self.parts.of_context(context_id), ended)

@@ -217,7 +217,10 @@ class EngineCall:
         for message in messages:
             if message in local.part.arrived:
                 continue
-            self._poster.flush(local)
+            for outbox in list(local.outboxes.values()):
+                if outbox.messages or outbox.begin is not None:
+                    self._poster.flush(local)
+                    break
             with local.lock:
                 if message in local.part.arrived or local.interrupted:
                     waiter = None

@@ -47,12 +47,17 @@ class Graph(msgspec.Struct, eq=False):
     def walk_once(self, starts: Iterable[Edge]) -> tuple[Reach, list[Node], list[Node]]:
         """Does the same, but remembers nothing new. Returns also the leaves and checkpoints that are new."""
         known, nodes, leaves, checkpoints = self.known, len(self.known), len(self.leaves), len(self.checkpoints)
-        reach = self.walk(starts)
-        found = reach, self.leaves[leaves:], self.checkpoints[checkpoints:]
+        reach = NOTHING
+        for node, _ in starts:
+            found = known.get(node)
+            if found is None:
+                found = self._visit(node)
+            reach = self._union(reach, found) if reach else found
+        new = self.leaves[leaves:], self.checkpoints[checkpoints:]
         del self.leaves[leaves:], self.checkpoints[checkpoints:]
         while len(known) > nodes:
             known.popitem()  # in this order: see clear()
-        return found
+        return reach, *new
 
     def clear(self) -> None:
         # What was found last goes first. The other way round torch would free a deep graph by recursion, and overflow

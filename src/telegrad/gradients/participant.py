@@ -136,7 +136,11 @@ class Parts:
                 instructions = local.part.on_gradients(message)
                 if message in local.part.arrived and not local.interrupted:
                     local.arrived.setdefault(message, arrived)
-            if instructions:
+                is_awaited = instructions and type(instructions[0]) is Wake
+                waiter = local.waiters.pop(message, None) if is_awaited else None
+            if waiter is not None:
+                waiter.set_done()
+            elif instructions:
                 task = self.carry_out(local, instructions, reading=True) or task
         return task
 
@@ -236,8 +240,10 @@ class Parts:
                 with applied(modes):
                     call.run()
             root_id = local.pass_id >> COUNTER_BITS
-            if local.outboxes.keys() - {root_id}:
-                self.poster.flush(local, but=root_id)  # what goes to the root goes with the report
+            for outbox in list(local.outboxes.values()):
+                if outbox.worker != root_id and (outbox.messages or outbox.begin is not None):
+                    self.poster.flush(local, but=root_id)  # what goes to the root goes with the report
+                    break
         except BaseException as raised:
             error = raised
         if running is not None:

@@ -19,7 +19,7 @@ def release(worker: Worker, context_id: int, *, wait: bool) -> None:
     before = thread.critical
     thread.critical = before + 1
     try:
-        others = worker.engine.release(context_id, tell=not wait)
+        others = worker.engine.release(context_id, tell_others=not wait)
         if wait:
             interrupts.interruptible(_release_at, worker, others, context_id)
     finally:

@@ -200,7 +200,7 @@ class Reader:
                 left -= 1
                 if message.envelope.kind == _CALL or message.task is not None:
                     self._hand_on(message)
-                else:
+                elif message.envelope.kind in _ANSWERS or self._events.subscribers:  # else nothing is left to do
                     self._receive(message, here)
         except BaseException:
             for message in found[len(found) - left :]:
@@ -251,7 +251,7 @@ class Reader:
         if turn is not None and turn.take_back():
             if turn.waiting:
                 turn.pass_waiting_on()
-            while found := self._read(_left(deadline), waiter):
+            while found := self._read(None if deadline is None else max(0.0, deadline - clock.now()), waiter):
                 turn.leave()
                 self._hand_out(found, None)
                 if waiter.done:
