@@ -109,9 +109,9 @@ def at_caller(program: Callable[[], None]) -> int:
         (small_echo, 34),
         (async_call, 40),
         (remote_value, 56),
-        (one_pass, 300),
-        (ten_chained, 1500),
-        (fan_of_32, 2700),
+        (one_pass, 195),
+        (ten_chained, 1100),
+        (fan_of_32, 1450),
     ],
 )
 def test_python_calls_at_the_caller(module_cluster, program, most):
@@ -120,7 +120,7 @@ def test_python_calls_at_the_caller(module_cluster, program, most):
     assert most / 4 < at_caller(program) <= most
 
 
-@pytest.mark.parametrize(("program", "most"), [(empty_call, 38), (one_pass, 290)])
+@pytest.mark.parametrize(("program", "most"), [(empty_call, 38), (one_pass, 190)])
 def test_python_calls_at_the_callee(module_cluster, program, most):
     for _ in range(50):
         program()
