@@ -46,8 +46,8 @@ def sender_of(message_id: int) -> int:
 
 
 class Envelope(msgspec.Struct, array_like=True, omit_defaults=True):
-    """The part of a message that is read first. The sender fills it in on the way out, until `Worker.send` encodes it; the receiver
-    changes nothing in it."""
+    """The part of a message that is read first. The sender fills it in on the way out, until `Worker.send` encodes it;
+    the receiver changes nothing in it."""
 
     kind: int
     id: int
