@@ -18,6 +18,7 @@ import torch
 
 from ..errors import GradientError, UnknownContextError
 from ..messages import LogEntry, sender_of
+from ..options import SHARED_MEMORY_FROM
 from .dependency_log import Log
 from .diagnosis import PartState
 from .leaves import GradientTable
@@ -35,8 +36,8 @@ class Sent:
     """
 
     __slots__ = (
-        "_alias", "_edge", "count", "device", "dtype", "graph", "id", "is_leaf", "message", "place", "reach", "shape",
-        "stand_in", "to",
+        "_alias", "_edge", "count", "device", "dtype", "graph", "id", "is_leaf", "is_small_leaf", "message", "place",
+        "reach", "shape", "stand_in", "to",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +52,7 @@ class Sent:
         self.graph = graph
         node = tensor.grad_fn
         self.is_leaf = node is None
+        self.is_small_leaf = node is None and tensor.layout is torch.strided and tensor.nbytes < SHARED_MEMORY_FROM
         self._edge: Edge | None = None if node is None else (node, tensor.output_nr)
         self.stand_in = tensor if node is None else make_send(id, tensor)
         self._alias = alias_of(tensor) if node is None else None  # see Note [leaves and threads]

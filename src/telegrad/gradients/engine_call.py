@@ -107,7 +107,7 @@ class EngineCall:
         local = self._local
         arrived = local.part.arrived if not local.part.missing else set(local.part.arrived)
         waits: dict[int, list[Sent]] = {}
-        inner: set[int] = set()  # of these: messages with tensors that are no leaves
+        inner: set[int] = set()  # of these: messages with tensors that are no small leaves
         for sent in local.sent.values():
             # A leaf's gradient is kept without a copy if nothing else holds it, as a start's would be. And None is no
             # start's gradient; but what is behind a node that returns None runs.
@@ -116,7 +116,7 @@ class EngineCall:
                 gradients.append(gradient)
             elif sent.stand_in.requires_grad:  # a leaf may have been frozen since
                 waits.setdefault(sent.message, []).append(sent)
-                if not sent.is_leaf:
+                if not sent.is_small_leaf:
                     inner.add(sent.message)
         leaves: dict[Node, None] = {}
         if waits:
@@ -294,6 +294,9 @@ class EngineCall:
             count = local.messages[of].count
             self._decoded[of] = list(found[place : place + count])
             place += count
+            if of != message:
+                with local.lock:
+                    local.arrived.pop(of, None)
         if place != len(found):
             count = local.messages[message].count
             raise GradientError(
@@ -357,8 +360,8 @@ class EngineCall:
 def _make_waits(waits: dict[int, list[Sent]], inner: set[int], leaves: dict[Node, None]) -> torch.Tensor:
     """Chains the Waits for these messages; returns the token of the one that the engine comes to first.
 
-    Nothing is behind a leaf, so no other gradient depends on when it is waited for: messages with nothing but leaves
-    have one Wait together, at the end.
+    Nothing is behind a leaf, so no other gradient depends on when it is waited for: messages with nothing but small
+    leaves have one Wait together, at the end. Large gradients are added up as they come, one after the other.
     """
     token: torch.Tensor | None = None
     messages: list[int] = []
