@@ -142,7 +142,7 @@ def backward(
         raise in_finaliser("autograd.backward()")
     worker = current_worker()
     tensors, given = _tensors(roots, "roots"), None if grad_tensors is None else list(grad_tensors)
-    options = (_timeout(worker, timeout), bool(retain_graph), create_graph, into == "grad")
+    options = (_timeout(worker, timeout), bool(retain_graph), bool(create_graph), into == "grad")
     if profiled_calls.running:
         with profiled_calls.span(profiled_calls.BACKWARD):
             worker.engine.backward(context_id, tensors, given, None, options)
@@ -180,7 +180,7 @@ def grad(
             raise GradientError(f"One of the differentiated Tensors does not require grad (input {place})")
     worker = current_worker()
     retain_graph = create_graph if retain_graph is None else retain_graph
-    options = (_timeout(worker, timeout), retain_graph, create_graph, False)
+    options = (_timeout(worker, timeout), bool(retain_graph), bool(create_graph), False)
     given = None if given is None else list(given)
     found = worker.engine.backward(context_id, _tensors(outputs, "outputs"), given, wanted, options)
     if not allow_unused and any(gradient is None for gradient in found):

@@ -546,3 +546,16 @@ def test_large_gradients_that_cannot_be_sent():
                 autograd.backward(context_id, [loss], timeout=5.0)
         finally:
             there("b", send_gradients_again)
+
+
+def test_options_that_are_no_booleans():
+    """A worker that got them as they are would end the connection."""
+    for options in ({"retain_graph": 1}, {"create_graph": 1}):
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context_id:
+            y = there("a", torch.sin, x).sum()
+            autograd.backward(context_id, [y], **options)
+            autograd.backward(context_id, [there("a", torch.sin, x).sum()])
+        with autograd.context() as context_id:
+            autograd.grad(context_id, there("a", torch.sin, x).sum(), x, **options)
+    assert there("a", abs, -1) == 1

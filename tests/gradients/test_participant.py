@@ -11,9 +11,12 @@ import torch
 
 from telegrad.errors import PeerLostError
 from telegrad.events import Events
+from telegrad.gradients.backward_pass import Part
 from telegrad.gradients.contexts import Contexts, Sent
+from telegrad.gradients.local_pass import LocalPass
 from telegrad.gradients.participant import Parts
 from telegrad.messages import COUNTER_BITS, Autograd, Begin, Done, Envelope, Failure, Kind, Member
+from telegrad.primitives import clock
 
 OWN, ROOT, PEER, OTHER = 1, 2, 3, 4
 PASS = (ROOT << COUNTER_BITS) + 7
@@ -111,3 +114,33 @@ def test_gradients_that_come_before_begin_are_kept():
     worker = Worker()
     assert worker.gradients_from(OTHER, worker.sends[1]) is None
     assert worker.begin() is not None
+
+
+def test_a_batch_with_a_lie_in_it_is_dropped_as_a_whole(caplog):
+    worker = Worker()
+    worker.begin()
+    autograd = Autograd(worker.context.id, during=PASS, more=(12345,))
+    envelope = Envelope(Kind.GRADIENTS, 1, worker.sends[1], autograd=autograd)
+    assert worker.parts.on_gradients(OTHER, envelope, None) is None
+    assert "gradients of message 12345, which it was not sent" in caplog.text
+    assert not worker.parts.passes[PASS].part.arrived
+
+
+def test_tombstones_are_limited(monkeypatch):
+    monkeypatch.setattr("telegrad.gradients.participant._TOMBSTONES", 10)
+    worker = Worker()
+    for number in range(30):
+        worker.parts.on_end(PASS + number, "it failed")
+    assert len(worker.parts._over) == 10
+
+
+def test_the_part_of_a_root_never_counts_as_one_that_did_not_begin(jumping_clock):
+    """It takes its time to tell all participants, and begins after that."""
+    worker = Worker()
+    local = LocalPass(PASS, Part(is_root=True), clock.now())
+    local.context = worker.context
+    worker.parts.add(local)
+    jumping_clock.jump(3600.0)
+    worker.parts.end_early_ones()
+    assert worker.parts.passes[PASS] is local
+    assert not local.part.is_over

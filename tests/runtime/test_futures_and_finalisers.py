@@ -203,15 +203,18 @@ def test_a_finaliser_may_call_at_every_line(workers, program, action):
 
 def test_a_call_of_a_finaliser_is_made_after_all(workers):
     made: list[Any] = []
+    unanswered = rpc.rpc_async("a", wait_at_gate)
     with telegrad.primitives.interrupts.critical():  # as in the middle of telegrad's own code
         made.append(rpc.rpc_async("a", echo, args=(5,)))
         rref = rpc.remote("a", make)
         with pytest.raises(errors.FinaliserError, match="rpc_sync.* in a finaliser"):
             rpc.rpc_sync("a", echo)
         with pytest.raises(errors.FinaliserError, match=r"Future\.wait"):
-            made[0].wait()
+            unanswered.wait()
     assert made[0].wait(PATIENCE) == 5
     assert rref.to_here(PATIENCE) == [1]
+    rpc.rpc_sync("a", open_gate)
+    unanswered.wait(PATIENCE)
 
 
 class Calls:

@@ -157,13 +157,13 @@ class Contexts:
         with self._lock:
             return list(self.live.values())
 
-    def find_sent(self, context: Context, id: int) -> Sent:
-        """Returns a tensor that this worker has sent, in this context or another one.
+    def find_sent(self, id: int) -> Sent:
+        """Returns a tensor that this worker has sent, in any context.
 
         Raises:
             GradientError: there is none of that id.
         """
-        sent = context.sends.get(id) or self.find_sent_anywhere(id)
+        sent = self.find_sent_anywhere(id)
         if sent is None:
             raise GradientError(f"Could not find send function for autograd message id: {id}")
         return sent

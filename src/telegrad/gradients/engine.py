@@ -72,6 +72,8 @@ class Engine:
         before = thread.critical
         thread.critical = before + 1
         try:
+            if thread.is_main and getsignal(SIGINT) is not on_signal:
+                guard()
             context = self._contexts.live.get(context_id) or self._contexts.get(context_id)
             if self.parts.passes:
                 self.parts.settle(context)
@@ -152,15 +154,15 @@ class Engine:
             pass_id, modes = self.host.new_message_id(), current_modes()
             sends, wanted = plan.sends, plan.wanted
             own = None if wanted is None else wanted.get(self._id, ())
-            begin = Begin(pass_id, context_id, sends.get(self._id, ()), *options, own, modes)
+            begin = Begin(pass_id, context.id, sends.get(self._id, ()), *options, own, modes)
             root = RootedPass(begin, BackwardPass(self._id, sends))
-            local = LocalPass(pass_id, Part(is_root=True))
+            local = LocalPass(pass_id, Part(is_root=True), clock.now())
             local.context, local.begin, local.roots = context, begin, roots
             local.deadline = None if begin.timeout is None else clock.now() + begin.timeout
             local.depth = serving.depth + 1 if (serving := current.current_serving()) else 1
             for worker in root.state.others:
                 theirs = None if wanted is None else wanted.get(worker, ())
-                begin = Begin(pass_id, context_id, sends[worker], *options, theirs, modes)
+                begin = Begin(pass_id, context.id, sends[worker], *options, theirs, modes)
                 local.outboxes[worker] = Outbox(worker, begin)
                 context.known_workers.add(worker)  # it may have been reached through another context
             self._roots[pass_id] = root
@@ -186,8 +188,9 @@ class Engine:
         inside = current_graph_task_id() >= 0
         turn = local.turn = self.host.begin_turn() if others and not inside else None
         try:
-            for worker in apart:
-                self.parts.poster.begin(local, local.outboxes[worker])
+            for outbox in list(local.outboxes.values()) if apart else ():
+                if outbox.worker in apart:
+                    self.parts.poster.begin(local, outbox)
             instructions = local.start(self._contexts)
             if inside:
                 # Never inside of another engine call: its thread would work off nodes of this one.

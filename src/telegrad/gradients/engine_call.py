@@ -15,18 +15,18 @@ from torch.autograd.graph import GradientEdge
 from .._torch import DisableTorchFunctionSubclass, current_graph_task_id, run_backward
 from ..errors import GradientError
 from ..messages import COUNTER_BITS
-from ..options import SHARED_MEMORY_FROM
 from ..primitives import clock, current
 from ..primitives.interrupts import interruptible
 from ..primitives.waiter import Waiter
 from . import nodes
 from .contexts import Contexts, Sent
 from .dependency_log import flatten_groups
+from .holding import free_references, is_large, references
 from .host import Host
 from .leaves import Capture
 from .local_graph import Graph, Node
 from .local_pass import LocalPass
-from .outbox import BURST, Gradient, Outbox, Poster
+from .outbox import Gradient, Poster
 
 _DEVICE_POLL = 1e-3  # seconds
 _ONE = torch.ones(())  # the gradient of tokens
@@ -59,6 +59,7 @@ class EngineCall:
         self._begin = local.begin
         self._decoded: dict[int, list[Any]] = {}  # by message: gradients that were not asked for yet
         self._capture: Capture | None = None
+        self._free = free_references()
         # Guarded by the lock of `local`: a device's thread may post at the same time.
         self._due: dict[int, int] | None = None  # by received message: tensors that the engine has not come to yet
         self._collected: dict[int, list[Gradient]] = {}  # by received message
@@ -315,9 +316,13 @@ class EngineCall:
             raise InterruptedPassError(f"the pass was ended: {local.interrupted}")
         message = recv.message
         worker = message >> COUNTER_BITS
+        if gradient is not None and (recv.count > 1 or gradient.layout is not torch.strided or is_large(gradient)):
+            # It is kept beyond this call, and the Function that made it may use its memory again.
+            if not gradient.requires_grad and references(gradient) != self._free:
+                gradient = gradient.clone()
         with local.lock:
             if recv.count == 1:
-                gradients = [gradient]
+                gradients: list[Gradient] = [gradient]
             else:
                 if self._due is None:
                     self._due = self._count_due()
@@ -327,20 +332,11 @@ class EngineCall:
                 if self._due[message]:
                     return
                 del self._collected[message]
-            outbox = local.outboxes.get(worker)
-            if outbox is None:
-                outbox = local.outboxes[worker] = Outbox(worker)
-            outbox.add(message, gradients)
             self._unposted -= 1
-            if self._unposted == 0 and not local.part.missing and worker == self.pass_id >> COUNTER_BITS:
-                # The engine has nothing more to wait for and is all but done: the root hears of that in the same
-                # message.
-                return
-            if outbox.nbytes < SHARED_MEMORY_FROM and not self._waits and clock.now() - outbox.emptied < BURST:
-                if len(outbox.messages) == 1:
-                    self._poster.post_later()
-                return
-        self._poster.post(local, outbox)
+            # With nothing more to wait for the engine is all but done: the root hears of that in the same message.
+            is_last = self._unposted == 0 and not local.part.missing and worker == self.pass_id >> COUNTER_BITS
+        at_once = self._waits or self._begin.create_graph
+        self._poster.add(local, worker, message, gradients, at_once=at_once, is_last=is_last)
 
     def watch_nested(self, node: Any, leaves: list[Any]) -> None:
         """Takes the gradients of leaves that an engine call inside of this node comes to."""

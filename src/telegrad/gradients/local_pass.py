@@ -79,15 +79,17 @@ class LocalPass(msgspec.Struct, eq=False):
         context, begin = self.context, self.begin
         assert context is not None
         assert begin is not None
-        messages = self.messages
+        all_sent: dict[int, Sent] = {}
+        messages: dict[int, Sent] = {}
         try:
             for id in begin.sends:
-                sent = self.sent[id] = context.sends.get(id) or contexts.find_sent(context, id)
+                sent = all_sent[id] = context.sends.get(id) or contexts.find_sent(id)
                 messages[sent.message] = sent
         except GradientError as error:
             with self.lock:
                 return self.part.on_local_end(error)
         with self.lock:
+            self.sent, self.messages = all_sent, messages
             return self.part.on_begin(messages)
 
     def interrupt(self, worker_id: int, reason: str) -> None:
@@ -99,6 +101,7 @@ class LocalPass(msgspec.Struct, eq=False):
             waiters = list(self.waiters.values())
             self.waiters.clear()
             self.arrived.clear()
+            self.outboxes.clear()
         for waiter in waiters:
             waiter.set_done()
 

@@ -1,34 +1,36 @@
 """Gradients on their way out of a worker's part in a pass.
 
-Gradients for one worker that follow each other closely go together: a message costs more than a small gradient does.
-None waits for another while the worker has nothing else to do, and none longer than a moment:
+Small gradients for one worker that follow each other closely go together: a message costs more than such a gradient
+does. None waits for another while the worker has nothing else to do, and none longer than a moment:
 
-    post          a Recv's backward: into the outbox of the worker that sent the tensor; sent at once, unless something
-                  was sent there just before
-    flush         the engine is about to wait, or has come to its end
-    _post_held    a timer, for an engine that computes for long
+    add       a Recv's backward: into the outbox of the worker that sent the tensor; sent at once, unless something was
+              sent there just before
+    flush     the engine is about to wait, or has come to its end
+    a timer   for an engine that computes for long
 
-The root's first gradients for a participant tell it of the pass, too: see plan.py, `apart`.
+A small gradient that waits is a copy: the Function that made it may use its memory again. The root's first gradients
+for a participant tell it of the pass, too: see plan.py, `apart`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from ..messages import Autograd, Begin, Envelope, Gradients, Kind
 from ..options import SHARED_MEMORY_FROM
 from ..primitives import clock
-from .host import Host, Task
+from .host import Host
 
 if TYPE_CHECKING:
     from .local_pass import LocalPass
 
-BURST = 2e-4  # seconds; gradients for one worker that follow each other more closely go together
+_BURST = 2e-4  # seconds; gradients for one worker that follow each other more closely go together
 _LINGER = 1e-3  # seconds that gradients wait at most for others to follow
 
 Gradient = torch.Tensor | None
@@ -44,16 +46,9 @@ class Outbox(msgspec.Struct, eq=False):
     nbytes: int = 0
     emptied: float = 0.0  # when gradients were last sent to that worker
 
-    def add(self, message: int, gradients: list[Gradient]) -> None:
-        self.messages.append(message)
-        self.gradients += gradients
-        for gradient in gradients:
-            if gradient is not None:
-                self.nbytes += gradient.nbytes if gradient.layout is torch.strided else SHARED_MEMORY_FROM
-
 
 class Poster:
-    """Sends the gradients of one worker's parts. `on_error` hears of a large one that could not be sent."""
+    """Sends the gradients of one worker's parts. `on_error` hears of what another thread could not send."""
 
     def __init__(
         self, host: Host, all_passes: Callable[[], list[LocalPass]], on_error: Callable[[LocalPass, Exception], None]
@@ -61,37 +56,93 @@ class Poster:
         self._host = host
         self._all_passes = all_passes
         self._on_error = on_error
-        self.post_later = host.later(_LINGER, self._post_held)
+        self._set_timer = host.later(_LINGER, self._post_held)
+        self._timer_is_set = False
+
+    def add(
+        self, local: LocalPass, worker: int, message: int, gradients: list[Gradient], *, at_once: bool, is_last: bool
+    ) -> None:
+        """Sends the gradients of a message, now or with others; `is_last`: with the report of the part, which is all
+        but done. Inside of the engine, on the thread that has computed them."""
+        nbytes, is_plain = 0, not at_once
+        for gradient in gradients:
+            if gradient is not None:
+                if gradient.layout is not torch.strided:
+                    nbytes += SHARED_MEMORY_FROM
+                else:
+                    nbytes += gradient.nbytes
+                    is_plain = is_plain and gradient.is_cpu
+        with local.lock:
+            outbox = local.outboxes.get(worker)
+            if outbox is None:
+                outbox = local.outboxes[worker] = Outbox(worker)
+            now = clock.now()
+            fits = is_plain and outbox.nbytes + nbytes < SHARED_MEMORY_FROM
+            if fits and (is_last or now - outbox.emptied < _BURST):
+                outbox.messages.append(message)
+                for gradient in gradients:
+                    outbox.gradients.append(gradient if gradient is None else gradient.clone())
+                outbox.nbytes += nbytes
+                if not is_last and not self._timer_is_set:
+                    self._timer_is_set = True
+                    self._set_timer()
+                return
+        if outbox.messages:
+            self.post(local, outbox)
+        with local.lock:
+            begin, outbox.begin, outbox.emptied = outbox.begin, None, now
+        if nbytes < SHARED_MEMORY_FROM:
+            self._post(local, worker, [message], gradients, begin, False, ())
+            return
+        # Not by this thread: a worker that takes nothing must not hold up the engine.
+        events = []
+        for gradient in gradients:
+            if gradient is not None and not gradient.is_cpu and not gradient.is_meta:
+                events.append(torch.accelerator.current_stream(gradient.device).record_event())
+        self._submit(local, partial(self._post, local, worker, [message], gradients, begin, False, events))
 
     def post(self, local: LocalPass, outbox: Outbox, *, done: bool = False) -> bool:
-        """Sends what is in an outbox; False if that is nothing. Another thread writes what is large."""
+        """Sends what is in an outbox; False if that is nothing."""
+        with local.lock:
+            messages, gradients = outbox.messages, outbox.gradients
+            if not messages:
+                return False
+            outbox.messages, outbox.gradients, outbox.nbytes, outbox.emptied = [], [], 0, clock.now()
+            begin, outbox.begin = outbox.begin, None
+        self._post(local, outbox.worker, messages, gradients, begin, done, ())
+        return True
+
+    def _post(
+        self,
+        local: LocalPass,
+        worker: int,
+        messages: list[int],
+        gradients: list[Gradient],
+        begins: Begin | None,
+        done: bool,
+        events: Any,
+    ) -> None:
         context, begin, host = local.context, local.begin, self._host
         assert context is not None
         assert begin is not None
-        now = clock.now()
-        with local.lock:
-            messages, gradients, nbytes = outbox.messages, outbox.gradients, outbox.nbytes
-            if not messages:
-                return False
-            outbox.messages, outbox.gradients, outbox.nbytes, outbox.emptied = [], [], 0, now
-            begins, outbox.begin = outbox.begin, None
+        for event in events:
+            torch.accelerator.current_stream(event.device).wait_event(event)
+        left = None if local.deadline is None else max(0.0, local.deadline - clock.now())
         more = tuple(messages[1:]) if len(messages) > 1 else ()
+        if begins is not None and left is not None:
+            begins = replace(begins, timeout=left)
         autograd = Autograd(context.id, during=local.pass_id, done=done, more=more, begin=begins)
         envelope = Envelope(Kind.GRADIENTS, host.new_message_id(), messages[0], depth=local.depth, autograd=autograd)
-        body, tracked = Gradients(tuple(gradients)), context if begin.create_graph else None
-        left = None if local.deadline is None else max(0.0, local.deadline - now)
-        if done or nbytes < SHARED_MEMORY_FROM:
-            host.post(outbox.worker, envelope, body, left, tracked)
-        else:
-            post = partial(host.post, outbox.worker, envelope, body, left, tracked)
-            host.submit(partial(self._post_large, local, post))
-        return True
+        host.post(worker, envelope, Gradients(tuple(gradients)), left, context if begin.create_graph else None)
 
-    def _post_large(self, local: LocalPass, post: Task) -> None:
-        try:
-            post()
-        except Exception as error:
-            self._on_error(local, error)
+    def _submit(self, local: LocalPass, post: Callable[[], object]) -> None:
+        def try_to_post() -> None:
+            try:
+                post()
+            except Exception as error:
+                self._on_error(local, error)
+
+        self._host.submit(try_to_post)
 
     def flush(self, local: LocalPass, *, but: int = -1) -> None:
         """Sends all that waits for more to follow, but what goes to worker `but`; and tells the participants of the
@@ -108,15 +159,14 @@ class Poster:
         with local.lock:
             begin, outbox.begin = outbox.begin, None
         if begin is not None:
-            envelope = Envelope(Kind.BEGIN, self._host.new_message_id(), 0, begin.timeout, local.depth)
-            self._host.post(outbox.worker, envelope, begin, begin.timeout, None)
+            left = None if local.deadline is None else max(0.0, local.deadline - clock.now())
+            envelope = Envelope(Kind.BEGIN, self._host.new_message_id(), 0, left, local.depth)
+            self._host.post(outbox.worker, envelope, replace(begin, timeout=left), left, None)
 
     def _post_held(self) -> None:
         """Sends the gradients that have waited for long enough, while their engine computes."""
+        self._timer_is_set = False
         for local in self._all_passes():
             for outbox in list(local.outboxes.values()):
-                if outbox.messages and not local.part.is_over:
-                    try:
-                        self.post(local, outbox)
-                    except Exception as error:
-                        self._on_error(local, error)
+                if outbox.messages and not local.interrupted:
+                    self._submit(local, partial(self.post, local, outbox))

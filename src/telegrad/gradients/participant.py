@@ -1,7 +1,7 @@
 """This worker's parts in passes: their table, the messages that come for them, and what follows.
 
     on_begin, on_gradients, on_end   a message of a pass -> the pure state (backward_pass.py) -> carry_out
-    carry_out                        runs torch's engine (local_pass.py), reports to the root, adds gradients up
+    carry_out                        runs torch's engine (engine_call.py), reports to the root, adds gradients up
 
 A thread that reads carries out only what takes no time, and returns the rest as a task for another thread.
 """
@@ -118,20 +118,21 @@ class Parts:
             return None
         pass_id, context = autograd.during, self._contexts.live.get(autograd.context)
         messages = (envelope.reply_to, *autograd.more)
-        arrived = Arrived(envelope, frames, messages)
-        task: Task | None = None
-        for message in messages:
+        is_over = pass_id in self._over or context is None
+        for message in () if is_over else messages:
             sent = None if context is None else context.sends.get(message)
             if sent is None:  # it was sent in another context, or there is no such message any more
                 sent = self._contexts.find_sent_anywhere(message)
-            is_over = pass_id in self._over or context is None
-            if not is_over and (sent is None or sent.to != peer):
+            if sent is None or sent.to != peer:
                 self.disbelieve(peer, f"gradients of message {message}, which it was not sent")
-                return task
-            local = None if is_over else self.passes.get(pass_id) or self._find_or_make(pass_id)
-            if local is None:
-                logger.info("the gradients of message %d came after the end of pass %d", message, pass_id)
-                return task
+                return None
+        local = None if is_over else self.passes.get(pass_id) or self._find_or_make(pass_id)
+        if local is None:
+            logger.info("the gradients of message %d came after the end of pass %d", envelope.reply_to, pass_id)
+            return None
+        arrived = Arrived(envelope, frames, messages)
+        task: Task | None = None
+        for message in messages:
             with local.lock:
                 instructions = local.part.on_gradients(message)
                 if message in local.part.arrived and not local.interrupted:
@@ -148,7 +149,7 @@ class Parts:
         local = self.passes.get(pass_id)
         if local is None:
             with self._lock:
-                self._over[pass_id] = None
+                self._bury_locked(pass_id)
             return None
         with local.lock:
             instructions = local.part.on_end(aborted)
@@ -309,12 +310,15 @@ class Parts:
         with self._lock:
             if local.part.is_over:
                 self.passes.pop(local.pass_id, None)
-                self._over[local.pass_id] = None
-                if len(self._over) > _TOMBSTONES:
-                    self._over.popitem(last=False)
+                self._bury_locked(local.pass_id)
         if local.part.state is not State.FINISHED:
             with local.committing:
                 local.gradients = None
+
+    def _bury_locked(self, pass_id: int) -> None:
+        self._over[pass_id] = None
+        if len(self._over) > _TOMBSTONES:
+            self._over.popitem(last=False)
 
     # -- questions -------------------------------------------------------------------------------------
 
@@ -367,7 +371,7 @@ class Parts:
         """Drops gradients whose pass never began."""
         before = clock.now() - _EARLY
         for local in self.all():
-            if local.part.state is State.EARLY and local.since < before:
+            if local.part.state is State.EARLY and not local.part.is_root and local.since < before:
                 logger.warning("pass %d never began here; gradients for it are dropped", local.pass_id)
                 self.end(local, "it never began here")
 

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from ..errors import GradientError, UnknownContextError
-from ..messages import COUNTER_BITS, sender_of
+from ..messages import COUNTER_BITS, LogEntry, sender_of
 from .contexts import Context, Contexts
 from .dependency_log import MissingEntryError, flatten_groups, useful
 from .local_graph import Edge, Node, find_received, leads_to
@@ -42,11 +42,7 @@ class Planner:
         sends: dict[int, Any] = {}
         apart: set[int] = set()
         own, here = self._id, context.received
-        try:
-            entries = self._contexts.log.closure(received)
-        except MissingEntryError as missing:
-            raise self._ended(missing, edges) from None
-        for id in entries:
+        for id in self._closure(received, edges):
             if id > 0:  # else it is a group
                 worker = id >> COUNTER_BITS
                 if worker in sends:
@@ -61,16 +57,13 @@ class Planner:
 
     def plan_for(self, context: Context, received: Iterable[int], edges: Sequence[Edge], targets: set[Edge]) -> Plan:
         """Plans a pass over what leads from the edges to the targets, which are this worker's."""
-        try:
-            entries = self._contexts.log.closure(received)
-        except MissingEntryError as missing:
-            raise self._ended(missing, edges) from None
+        entries = self._closure(received, edges)
         known: dict[Node, bool] = {}
 
         def is_source(id: int) -> bool:
             if id >> COUNTER_BITS != self._id:
                 return False
-            edge = self._contexts.find_sent(context, id).edge
+            edge = (context.sends.get(id) or self._contexts.find_sent(id)).edge
             return edge in targets or leads_to(edge[0], targets, known)
 
         reached = {id for id in useful(entries, is_source) if id > 0}
@@ -88,14 +81,17 @@ class Planner:
             {worker: tuple(sorted(ids)) for worker, ids in wanted.items()},
         )
 
-    def _ended(self, missing: MissingEntryError, edges: Sequence[Edge]) -> UnknownContextError:
-        node = find_received(edges, missing.id)
-        of = f"context {node.context}" if node is not None else "the context of a tensor"
-        sender = self._name_of(sender_of(abs(missing.id)))
-        return UnknownContextError(
-            f"the roots depend on tensors received from worker {sender!r} in {of}, which has ended. Run backward() "
-            "before it ends, or detach() what is kept from it"
-        )
+    def _closure(self, received: Iterable[int], edges: Sequence[Edge]) -> dict[int, LogEntry]:
+        try:
+            return self._contexts.log.closure(received)
+        except MissingEntryError as missing:
+            node = find_received(edges, missing.id)
+            of = f"context {node.context}" if node is not None else "the context of a tensor"
+            sender = self._name_of(sender_of(abs(missing.id)))
+            raise UnknownContextError(
+                f"the roots depend on tensors received from worker {sender!r} in {of}, which has ended. Run backward() "
+                "before it ends, or detach() what is kept from it"
+            ) from None
 
 
 _NO_ONE = Plan({})

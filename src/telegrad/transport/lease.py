@@ -327,8 +327,9 @@ class Turn:
 
     def leave(self) -> None:
         """Before other work: from here on the thread can be relieved."""
-        self.since = now = clock.now()
+        self.since = clock.now()
         self._away.append(None)
+        now = clock.now()  # after that: a timer that rang before it has not seen this thread
         if now >= self._lease.timer_at:
             self._lease.relieve_later(now)
 

@@ -1,0 +1,64 @@
+"""Whether anything but torch's engine holds a gradient that a Recv's backward was given.
+
+Such a gradient may be kept without a copy if not, for another thread to send: see Note [gradients that are held
+elsewhere] in leaves.py, which does the same for the gradients of leaves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from sys import getrefcount
+from typing import Any
+
+import torch
+
+from .._torch import run_backward
+from ..messages import LogEntry
+from ..options import SHARED_MEMORY_FROM
+from . import nodes
+
+
+def is_large(gradient: torch.Tensor) -> bool:
+    """Says whether another thread sends it."""
+    return gradient.nbytes >= SHARED_MEMORY_FROM
+
+
+def references(gradient: torch.Tensor) -> tuple[int, int]:
+    """Counts how often the gradient that EngineCall.post was given is held, in torch and in Python."""
+    return gradient._use_count(), getrefcount(gradient)  # type: ignore[attr-defined]
+
+
+class _Probe:
+    """Takes the place of an EngineCall."""
+
+    has_devices, task, found = False, -1, (0, 0)
+
+    def post(self, recv: Any, gradient: torch.Tensor) -> None:
+        self.found = references(gradient)
+
+
+@functools.cache
+def free_references() -> tuple[int, int] | None:
+    """Measures the counts of a gradient that only the engine holds; None if they are not to be relied on. Never inside
+    of an engine call."""
+    kept: list[Any] = []
+    beacon = nodes.make_beacon()
+
+    def measure(function: Callable[[torch.Tensor], torch.Tensor], *, keep: bool = False) -> tuple[int, int]:
+        (received,) = nodes.make_recvs(1, [LogEntry(1, 0, ())], 0, [torch.zeros(1)])
+        loss, probe = function(received), _Probe()
+        if keep:
+            loss.grad_fn.register_hook(lambda inputs, outputs: kept.append(inputs))  # type: ignore[union-attr]
+        nodes.starting(probe)  # type: ignore[arg-type]
+        try:
+            run_backward((beacon, loss), (torch.ones(()), torch.ones(1)), False, False, (), True, True)
+        finally:
+            nodes.ended(probe)  # type: ignore[arg-type]
+        return probe.found
+
+    with torch.enable_grad(), torch.inference_mode(False):
+        free = measure(lambda x: x * 2)
+        held = (measure(lambda x: x * 2, keep=True), measure(lambda x: x + torch.zeros(1, requires_grad=True)))
+        is_reliable = free == measure(lambda x: x * 2) and free not in held
+    return free if is_reliable else None
