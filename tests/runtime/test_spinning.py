@@ -43,6 +43,11 @@ class Spinner:
         self.lease.wait(10e-3)
         return self.looks > 0
 
+    def is_disturbed_twice(self, after: float = 0.0) -> bool:
+        """Whether it spins, and is disturbed two times in a row."""
+        self.disturbed = True
+        return self.spins(after) and self.spins()
+
     def run(self, program: Callable[[], None]) -> None:
         def with_lease() -> None:
             assert self.lease.try_take()
@@ -70,10 +75,23 @@ def test_a_thread_that_has_its_core_spins_each_time(spinner):
     spinner.run(program)
 
 
-def test_one_that_was_disturbed_does_not_spin_for_a_while(spinner):
+def test_one_that_is_disturbed_now_and_then_goes_on(spinner):
+    """The system has work of its own."""
+
     def program() -> None:
-        spinner.disturbed = True
-        assert spinner.spins()
+        for _ in range(5):
+            spinner.disturbed = True
+            assert spinner.spins(after=0.1)
+            assert spinner.looks == 1  # it blocks at once, this time
+            spinner.disturbed = False
+            assert spinner.spins()
+
+    spinner.run(program)
+
+
+def test_one_that_was_disturbed_twice_does_not_spin_for_a_while(spinner):
+    def program() -> None:
+        assert spinner.is_disturbed_twice()
         assert spinner.looks == 1  # it blocks at once
         spinner.disturbed = False
         assert not spinner.spins()
@@ -87,16 +105,14 @@ def test_one_that_was_disturbed_does_not_spin_for_a_while(spinner):
 
 def test_one_that_is_disturbed_again_waits_twice_as_long(spinner):
     def program() -> None:
-        spinner.disturbed = True
-        assert spinner.spins()
+        assert spinner.is_disturbed_twice()
         for calm in (0.2, 0.4, 0.8, 1.6, 3.2, 3.2):
             assert not spinner.spins(after=calm - 0.05)
-            assert spinner.spins(after=0.05)
+            assert spinner.is_disturbed_twice(after=0.05)
         # Undisturbed for as long, and the next time counts as the first.
         spinner.disturbed = False
         assert spinner.spins(after=3.3)
-        spinner.disturbed = True
-        assert spinner.spins(after=3.3)
+        assert spinner.is_disturbed_twice(after=3.3)
         assert not spinner.spins(after=0.1)
         assert spinner.spins(after=0.1)
 
@@ -108,6 +124,7 @@ def test_a_message_that_came_meanwhile_hides_nothing(spinner):
 
     def program() -> None:
         spinner.disturbed = True
+        assert spinner.spins()
         spinner.between = lambda: spinner.world.readable.add(spinner.connection.fd)
         assert spinner.spins()
         spinner.world.readable.clear()

@@ -47,10 +47,11 @@ if TYPE_CHECKING:
 
 PATIENCE = 5e-3  # seconds that a thread may keep the lease while it does other work, before it is relieved
 _LIVELY = 1e-3  # messages at most this many seconds apart count as close
-# Two looks of a thread that spins are microseconds apart, unless another thread has its core. Then spinning only puts
-# it behind those that sleep, so no thread of the worker spins for a while: for twice as long as the last time, if it
-# is disturbed again soon.
-_DISTURBED = 0.3e-3
+# Two looks of a thread that spins are microseconds apart, unless another thread has its core. Now and then that is the
+# system's own work. But if it happens twice within a moment others want the core, and spinning only puts this thread
+# behind those that sleep. So no thread of the worker spins for a while: for twice as long as the last time, if it is
+# disturbed again soon.
+_DISTURBED, _MOMENT = 0.3e-3, 0.05
 _CALM, _LONGEST_CALM = 0.2, 3.2
 _AT_ONCE = 16  # connections that one look finds
 _READABLE = select.EPOLLIN | select.EPOLLRDHUP
@@ -64,10 +65,11 @@ class ReadLease:
         self.on_readable: Callable[[], None] = self.release
         self.max_spin = spin if (os.cpu_count() or 1) > 1 else 0.0
         self._poller = poller
-        self._lock = threading.Lock()  # the lease itself: guards receive() of all connections, and the four below
+        self._lock = threading.Lock()  # the lease itself: guards receive() of all connections, and the five below
         self._lively = True  # the last message followed the one before it closely
         self._last = 0.0
         self._no_spin_until = self._calm = 0.0  # seconds; the second is how long the last time without spinning was
+        self._disturbed_at = float("-inf")
         self._inner = select.epoll()
         self._fd = self._inner.fileno()
         self._poll = self._inner.poll
@@ -215,6 +217,9 @@ class ReadLease:
 
     def _calm_down(self, now: float) -> None:
         """A thread that spun was disturbed."""
+        before, self._disturbed_at = self._disturbed_at, now
+        if now - before > _MOMENT:
+            return
         again = now - self._no_spin_until < self._calm
         self._calm = min(2 * self._calm, _LONGEST_CALM) if again else _CALM
         self._no_spin_until = now + self._calm
