@@ -64,7 +64,7 @@ class Sending:
     def __init__(self) -> None:
         self.host = Host()
         self.errors: list[Exception] = []
-        self.local = LocalPass(PASS, Part(is_root=True))
+        self.local = LocalPass(PASS, Part(is_root=True), 0.0)
         self.local.context = Contexts(ROOT, self.host.new_message_id).new()
         self.local.begin = Begin(PASS, self.local.context.id, (), None)
         self.begin = Begin(PASS, self.local.context.id, (5,), None)

@@ -156,9 +156,10 @@ class Engine:
             own = None if wanted is None else wanted.get(self._id, ())
             begin = Begin(pass_id, context.id, sends.get(self._id, ()), *options, own, modes)
             root = RootedPass(begin, BackwardPass(self._id, sends))
-            local = LocalPass(pass_id, Part(is_root=True), clock.now())
+            now = clock.now()
+            local = LocalPass(pass_id, Part(is_root=True), now)
             local.context, local.begin, local.roots = context, begin, roots
-            local.deadline = None if begin.timeout is None else clock.now() + begin.timeout
+            local.deadline = None if begin.timeout is None else now + begin.timeout
             local.depth = serving.depth + 1 if (serving := current.current_serving()) else 1
             for worker in root.state.others:
                 theirs = None if wanted is None else wanted.get(worker, ())

@@ -47,12 +47,7 @@ class Graph(msgspec.Struct, eq=False):
     def walk_once(self, starts: Iterable[Edge]) -> tuple[Reach, list[Node], list[Node]]:
         """Does the same, but remembers nothing new. Returns also the leaves and checkpoints that are new."""
         known, nodes, leaves, checkpoints = self.known, len(self.known), len(self.leaves), len(self.checkpoints)
-        reach = NOTHING
-        for node, _ in starts:
-            found = known.get(node)
-            if found is None:
-                found = self._visit(node)
-            reach = self._union(reach, found) if reach else found
+        reach = self.walk(starts)
         new = self.leaves[leaves:], self.checkpoints[checkpoints:]
         del self.leaves[leaves:], self.checkpoints[checkpoints:]
         while len(known) > nodes:

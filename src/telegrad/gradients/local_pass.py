@@ -51,7 +51,7 @@ class LocalPass(msgspec.Struct, eq=False):
 
     pass_id: int
     part: Part
-    since: float = 0.0  # when the first message of it came
+    since: float  # when the first message of it came, or it was begun here
     # Guards `part` and the four below. Threads that read take it: held for a moment only.
     lock: Any = msgspec.field(default_factory=RLock)
     arrived: dict[int, Arrived] = msgspec.field(default_factory=dict)  # by message: its gradients

@@ -137,11 +137,7 @@ class Parts:
                 instructions = local.part.on_gradients(message)
                 if message in local.part.arrived and not local.interrupted:
                     local.arrived.setdefault(message, arrived)
-                is_awaited = instructions and type(instructions[0]) is Wake
-                waiter = local.waiters.pop(message, None) if is_awaited else None
-            if waiter is not None:
-                waiter.set_done()
-            elif instructions:
+            if instructions:
                 task = self.carry_out(local, instructions, reading=True) or task
         return task
 
