@@ -20,8 +20,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from ..errors import ConnectionClosedError, ProtocolError
 from ..primitives import clock
@@ -404,26 +403,3 @@ def parts(memory: memoryview, lengths: Iterable[int]) -> list[Buffer]:
         found.append(memory[at : at + length])
         at += aligned(length)
     return found
-
-
-def copy_all(buffers: Sequence[Buffer], memory: memoryview) -> list[Buffer]:
-    """Copies buffers into memory; returns their places."""
-    copies = parts(memory, map(len, buffers))
-    for copy, buffer in zip(copies, buffers, strict=True):
-        copy_into(copy, buffer)
-    return copies
-
-
-def copy_into(target: Any, buffer: Buffer) -> None:
-    """Copies a whole buffer to the start of `target`; large ones without holding the interpreter lock."""
-    nbytes = len(buffer)
-    if nbytes < 1 << 16 or (isinstance(buffer, memoryview) and buffer.readonly):
-        target[:nbytes] = buffer  # ctypes has no way to the address of read-only memory
-    elif isinstance(buffer, bytes):
-        ctypes.memmove(_address_of(target), buffer, nbytes)
-    else:
-        ctypes.memmove(_address_of(target), _address_of(memoryview(buffer)), nbytes)
-
-
-def _address_of(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

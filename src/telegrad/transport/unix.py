@@ -22,9 +22,10 @@ from ..events import logger
 from ..messages import Hello
 from ..options import SHARED_MEMORY_FROM, Options
 from .base import BeforeWaiting, Buffer, ConnectionStatistics, Frames, left_until, split_address
+from .copying import copy_all
 from .lease import ReadLease
 from .listening import StreamTransport
-from .shared_memory import FREE, Mappings, Segment, SegmentPool, aligned, copy_all, parts
+from .shared_memory import FREE, Mappings, Segment, SegmentPool, aligned, parts
 from .stream import _NO_SIGNAL, IOV_MAX, StreamConnection
 from .wire import FrameReader, forget_frame, in_pieces, in_segment
 
