@@ -70,7 +70,7 @@ def test_how_many_threads(cores):
     for count, expected in ((1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (8, 4), (64, 4)):
         cores(count)
         assert max(threads_for(64 * MIB), 1) == expected
-    assert [threads_for(n) for n in (0, 4 * MIB - 1, 4 * MIB, 6 * MIB, 8 * MIB)] == [1, 1, 2, 3, 4]
+    assert [threads_for(n) for n in (2 * MIB, 4 * MIB, 6 * MIB, 8 * MIB)] == [1, 2, 3, 4]
 
 
 def test_small_copies_and_small_machines_start_no_thread(cores):

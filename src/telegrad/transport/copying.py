@@ -41,7 +41,7 @@ def copy_all(buffers: Sequence[Buffer], memory: memoryview) -> list[Buffer]:
         else:
             moves.append((_address_of(copy), _address_of(buffer), length))
             nbytes += length
-    threads = threads_for(nbytes)
+    threads = 1 if nbytes < 2 * _WORTH_A_THREAD else threads_for(nbytes)
     if threads < 2:
         for move in moves:
             ctypes.memmove(*move)
@@ -59,8 +59,6 @@ def _address_of(buffer: Buffer) -> int:
 
 def threads_for(nbytes: int) -> int:
     """How many threads should copy so much; half of the cores are left to others."""
-    if nbytes < 2 * _WORTH_A_THREAD:
-        return 1
     return min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2, nbytes // _WORTH_A_THREAD)
 
 
