@@ -37,7 +37,7 @@ def test_a_thread_is_not_woken_for_a_few_bytes_of_many(facing):
     raw.send(data[:1000])
     assert connection.lease.wait(5) == [connection]
     assert not connection.receive()
-    assert low_water(connection) == 512 * KIB
+    assert low_water(connection) == 256 * KIB
     raw.send(data[1000:101_000])
     assert not connection.lease.wait(0.05)
     raw.send(data[101_000 : 1000 + 600 * KIB])
@@ -82,6 +82,25 @@ def test_the_end_in_the_middle_is_noticed_at_once(facing, reset):
     with pytest.raises(ConnectionClosedError, match="in the middle of a message|reset"):
         while True:
             connection.receive()
+
+
+def test_a_tick_has_what_is_there_read(facing):
+    connection, raw = facing("tcp")
+    large = Frames(b"large", [b"x" * MIB])
+    data = bytes_of(large)
+    raw.send(data[:1000])
+    assert connection.lease.wait(5) == [connection]
+    assert not connection.receive()
+    raw.send(data[1000:3000])
+    assert not connection.lease.wait(0.05)
+    connection.tick()
+    assert connection.lease.wait(5) == [connection]
+    assert not connection.receive()
+    raw.send(data[3000:])
+    assert bytes(read_all(connection, 1)[0].buffers[0]) == large.buffers[0]
+    assert low_water(connection) == 1
+    connection.dispose()
+    connection.tick()
 
 
 def test_a_system_without_low_water_marks_is_only_slower(ends, monkeypatch):
