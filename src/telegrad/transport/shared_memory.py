@@ -18,6 +18,7 @@ import itertools
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -35,6 +36,8 @@ FREE, FILLED, LENT, RETIRED = range(4)
 MAX_LENT = 512
 IDLE = 30.0  # seconds after which a free segment that was not used goes back to the system
 
+_WORTH_WAITING_FOR = 8 << 20  # bytes; see SegmentPool._await_free_one
+_SHORT_WAIT = 1e-3
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
@@ -221,6 +224,8 @@ class SegmentPool:
             ConnectionClosedError: the pool was closed.
         """
         capacity = capacity_for(nbytes)
+        if capacity >= _WORTH_WAITING_FOR:
+            self._await_free_one(capacity)
         with self._lock:
             segment = self._free_one_locked(capacity) or self._new_one_locked(capacity)
             self._unread_bytes += nbytes - self._unread.get(segment, 0)
@@ -232,6 +237,16 @@ class SegmentPool:
                 segment.mark(FREE)
                 raise
         return segment
+
+    def _await_free_one(self, capacity: int) -> None:
+        """Waits a moment for a large segment that is about to come back: it is in the cache, another is not.
+
+        The callee lets go of an argument just after its answer has left, and the next call may come sooner than that.
+        """
+        same = self._segments.get(capacity)
+        deadline = clock.now() + _SHORT_WAIT
+        while same and all(segment.byte.value != FREE for segment in list(same)) and clock.now() <= deadline:
+            time.sleep(2e-5)
 
     def _free_one_locked(self, capacity: int) -> Segment | None:
         same = self._segments.get(capacity, ())
