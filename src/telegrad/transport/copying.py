@@ -21,9 +21,9 @@ from .base import Buffer
 from .shared_memory import parts
 
 _UNLOCKED_FROM = 64 << 10  # bytes; a smaller copy is over sooner than the interpreter lock is released and taken
-_WORTH_A_THREAD = 2 << 20  # bytes; waking one takes as long as copying half of that
+_WORTH_HELP = 8 << 20  # bytes; waking the helpers takes as long as copying a MiB or two
+_SMALLEST_PIECE = 1 << 20  # bytes; with smaller ones the threads would wait for the interpreter lock
 _MOST_THREADS = 4  # more of them wait for the memory, and for each other
-_SMALLEST_PIECE = 1 << 20
 _IDLE = 1.0  # seconds after which a helper with nothing to do ends
 
 _Move = tuple[int, int, int]  # where to, where from, how many bytes
@@ -38,16 +38,17 @@ def copy_all(buffers: Sequence[Buffer], memory: memoryview) -> list[Buffer]:
         length = len(buffer)
         if length < _UNLOCKED_FROM or (isinstance(buffer, memoryview) and buffer.readonly):
             copy[:] = buffer  # type: ignore[index]  # ctypes has no way to the address of read-only memory
+        elif length < _SMALLEST_PIECE:
+            ctypes.memmove(_address_of(copy), _address_of(buffer), length)
         else:
             moves.append((_address_of(copy), _address_of(buffer), length))
             nbytes += length
-    threads = 1 if nbytes < 2 * _WORTH_A_THREAD else threads_for(nbytes)
-    if threads < 2:
-        for move in moves:
-            ctypes.memmove(*move)
-    else:
+    if nbytes >= _WORTH_HELP and (threads := how_many_threads()) > 1:
         with critical():
             _Copy(moves, nbytes // (2 * threads), (buffers, memory)).run(threads)
+    else:
+        for move in moves:
+            ctypes.memmove(*move)
     return copies
 
 
@@ -57,9 +58,9 @@ def _address_of(buffer: Buffer) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
-def threads_for(nbytes: int) -> int:
-    """How many threads should copy so much; half of the cores are left to others."""
-    return min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2, nbytes // _WORTH_A_THREAD)
+def how_many_threads() -> int:
+    """How many threads make a large copy; half of the cores are left to others."""
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2)
 
 
 class _Copy:
@@ -67,7 +68,7 @@ class _Copy:
 
     def __init__(self, moves: list[_Move], piece: int, keep: object) -> None:
         self._keep: object = keep
-        size = -(-max(piece, _SMALLEST_PIECE) // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = -(-piece // mmap.PAGESIZE) * mmap.PAGESIZE
         self._pieces = [
             (target + at, source + at, min(size, nbytes - at))
             for target, source, nbytes in moves
