@@ -136,6 +136,21 @@ def test_helpers_that_come_too_late_find_nothing_and_hold_nothing(cores, monkeyp
     asked[0].help()
 
 
+def test_a_caller_whose_helpers_are_late_takes_the_rest_at_once(cores, monkeypatch):
+    cores(16)
+    monkeypatch.setattr(copying._Helpers, "call", lambda self, copy, count: None)
+    real, sizes = copying.ctypes.memmove, []
+
+    def memmove(*move: int) -> None:
+        real(*move)
+        sizes.append(move[2])
+
+    monkeypatch.setattr(copying.ctypes, "memmove", memmove)
+    data = [random.Random(n).randbytes(16 * MIB) for n in range(2)]
+    assert copied(data) == data
+    assert sizes == [4 * MIB, 12 * MIB, 16 * MIB]
+
+
 def test_after_an_interrupt_no_helper_is_at_it(cores, monkeypatch):
     cores(16)
     real, caller = copying.ctypes.memmove, threading.get_ident()

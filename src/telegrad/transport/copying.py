@@ -78,8 +78,12 @@ class _Copy:
         self._helping: list[threading.Lock] = []  # each is held by a helper while it works
 
     def run(self, threads: int) -> None:
+        first = self._pieces.pop()
         _helpers.call(self, threads - 1)
         try:
+            ctypes.memmove(*first)
+            if not self._helping:
+                self._join_pieces()
             self._work()
         finally:
             # No helper takes a piece from here on. Also after an exception, of a signal's handler: what is copied may
@@ -89,6 +93,18 @@ class _Copy:
                 with working:
                     pass
             self._keep = None  # a helper that comes too late must not hold it
+
+    def _join_pieces(self) -> None:
+        """Makes one piece of those that adjoin: no helper has come yet, since other threads have the interpreter lock,
+        say. Then each further piece would cost the caller another wait for that lock."""
+        joined: list[_Move] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                target, source, nbytes = self._pieces.pop()
+                if joined and joined[-1][0] + joined[-1][2] == target and joined[-1][1] + joined[-1][2] == source:
+                    target, source, nbytes = joined[-1][0], joined[-1][1], joined.pop()[2] + nbytes
+                joined.append((target, source, nbytes))
+        self._pieces.extend(reversed(joined))
 
     def help(self) -> None:
         working = threading.Lock()
