@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
-from functools import partial
 from typing import Any
 
 import torch
@@ -141,21 +140,13 @@ def backward(
     if current.thread.critical:
         raise in_finaliser("autograd.backward()")
     worker = current_worker()
-    run = partial(
-        worker.engine.backward,
-        context_id,
-        _tensors(roots, "roots"),
-        grad_tensors=None if grad_tensors is None else list(grad_tensors),
-        retain_graph=bool(retain_graph),
-        create_graph=create_graph,
-        into_grad=into == "grad",
-        timeout=_timeout(worker, timeout),
-    )
+    tensors, given = _tensors(roots, "roots"), None if grad_tensors is None else list(grad_tensors)
+    options = (_timeout(worker, timeout), bool(retain_graph), create_graph, into == "grad")
     if profiled_calls.running:
         with profiled_calls.span(profiled_calls.BACKWARD):
-            run()
+            worker.engine.backward(context_id, tensors, given, None, options)
     else:
-        run()
+        worker.engine.backward(context_id, tensors, given, None, options)
 
 
 @untraced
@@ -187,15 +178,10 @@ def grad(
         if not tensor.requires_grad:
             raise GradientError(f"One of the differentiated Tensors does not require grad (input {place})")
     worker = current_worker()
-    found = worker.engine.grad(
-        context_id,
-        _tensors(outputs, "outputs"),
-        wanted,
-        grad_outputs=None if given is None else list(given),
-        retain_graph=create_graph if retain_graph is None else retain_graph,
-        create_graph=create_graph,
-        timeout=_timeout(worker, timeout),
-    )
+    retain_graph = create_graph if retain_graph is None else retain_graph
+    options = (_timeout(worker, timeout), retain_graph, create_graph, False)
+    given = None if given is None else list(given)
+    found = worker.engine.backward(context_id, _tensors(outputs, "outputs"), given, wanted, options)
     if not allow_unused and any(gradient is None for gradient in found):
         raise GradientError(
             "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "

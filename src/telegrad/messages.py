@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 WORKER_BITS = 15  # ids are worker_id << 48 | counter, and fit a signed 64-bit integer
 COUNTER_BITS = 48
@@ -51,7 +51,7 @@ class Envelope(msgspec.Struct, array_like=True, omit_defaults=True):
 
     kind: int
     id: int
-    reply_to: int = 0  # the Call that a Reply or Failure answers
+    reply_to: int = 0  # the Call that a Reply or Failure answers; the message whose gradients these are
     timeout: float | None = None  # seconds that are left until the deadline; None: no limit
     depth: int = 0  # how many calls enclose this one
     modes: Modes | None = None  # None: torch's defaults
@@ -112,7 +112,10 @@ class Autograd(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     sent: tuple[LogEntry, ...] = ()  # its tensors that require grad, each with an id of its own
     entries: tuple[LogEntry, ...] = ()  # what the receiver may not know yet of all that is upstream of them
     during: int = 0  # the backward pass that gradients belong to, or in whose hooks a call was made
-    done: bool = False  # of gradients: with them the sender's part in the pass is done
+    # Of gradients:
+    done: bool = False  # with them the sender's part in the pass is done
+    more: tuple[int, ...] = ()  # messages beside `reply_to` whose gradients these are
+    begin: Begin | None = None  # the pass begins with them
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -161,9 +164,9 @@ class Begin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Gradients(msgspec.Struct, frozen=True):
-    """The gradients of the tensors that a message carried; None where there is none.
+    """The gradients of the tensors that one message carried, or several; None where there is none.
 
-    The envelope names that message (`reply_to`), and the pass (`autograd.during`)."""
+    The envelope names the messages (`reply_to`, then `autograd.more`), and the pass (`autograd.during`)."""
 
     gradients: tuple[Any, ...]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from signal import SIGINT
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,10 +19,10 @@ import torch
 from ._torch import BaseFuture
 from .errors import CallTimeoutError, EncodeError, GradientError, NotStartedError, PeerLostError
 from .messages import WorkerInfo
-from .primitives import current
+from .primitives import current, interrupts
 from .primitives.current import current_worker
 from .primitives.futures import Future
-from .primitives.interrupts import critical, finaliser
+from .primitives.interrupts import critical, finaliser, getsignal, on_signal
 from .primitives.untraced import untraced_methods
 from .references.entries import Entry, Owned
 from .runtime.pending import UNSET_TIMEOUT, effective_timeout
@@ -124,9 +125,12 @@ class RRef(Handle, Generic[T]):
         entry = self.entry
         if isinstance(entry, Owned):
             return self._worker.references.value_of(entry, self._limit(timeout))  # type: ignore[no-any-return]
-        self._check_open("to_here() on it")
-        self.check_creation()
-        return self._worker.call(entry.owner, _fetch, (entry.id,), None, timeout)  # type: ignore[no-any-return]
+        worker, creation = self._worker, entry.creation
+        if worker.closed_because:
+            self._check_open("to_here() on it")
+        if creation is not None and creation.make_error is not None:
+            self.check_creation()
+        return worker.calls.call(entry.owner, _fetch, (entry.id,), None, timeout)  # type: ignore[no-any-return]
 
     def to_here_async(self, timeout: float = UNSET_TIMEOUT) -> torch.futures.Future[T]:
         """The value's future, which can be waited for and awaited. `await rref` does the same."""
@@ -248,8 +252,17 @@ def create(
     timeout: float | None,
 ) -> RRef[Any]:
     """See rpc.remote()."""
-    with critical():  # an interrupt must not come between the value and its handle
+    thread = current.thread
+    before = thread.critical
+    thread.critical = before + 1  # an interrupt must not come between the value and its handle
+    try:
+        if thread.is_main and getsignal(SIGINT) is not on_signal:
+            interrupts.guard()
         return RRef._of(worker, worker.create(to, function, args, kwargs, timeout))
+    finally:
+        thread.critical = before
+        if interrupts.deferred and not before:
+            interrupts.deliver()
 
 
 def _received(id: int, owner: int) -> RRef[Any]:
@@ -307,12 +320,5 @@ def _backward_from(value: Any, context_id: int, retain_graph: bool) -> None:
         return
     worker = current_worker()
     serving = current.current_serving()
-    worker.engine.backward(
-        context_id,
-        [value],
-        grad_tensors=None,
-        retain_graph=retain_graph,
-        create_graph=False,
-        into_grad=False,
-        timeout=effective_timeout(None, worker.options.rpc_timeout, serving.deadline if serving else None),
-    )
+    timeout = effective_timeout(None, worker.options.rpc_timeout, serving.deadline if serving else None)
+    worker.engine.backward(context_id, [value], None, None, (timeout, retain_graph, False, False))

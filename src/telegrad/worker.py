@@ -1,7 +1,7 @@
 """Worker: the path of a message, written once.
 
-    send      Server, Calls, gradients, references  ->  pack, attach, lend, seal  ->  Connection.write
-    receive   Connection.receive  ->  Reader: open, merge, claim  ->  Server.on_call | Calls.on_answer | a task
+    send      Server, Calls, gradients, references  ->  pack, attach, lend, envelope  ->  Connection.write
+    receive   Connection.receive  ->  Reader: open, merge, claim  ->  Server.on_call | Calls.complete | a task
     decode    after reading: on the thread that runs the function, that waits for the answer, or that completes a future
 
 `send` and `receive` mirror each other, and report to `events`. Decoding may run users' code, so it never happens while
@@ -26,7 +26,7 @@ from .gradients.attach import Attach, refuse
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
 from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Failure, Hello, Kind, Member, WorkerInfo, sender_of
-from .options import Options
+from .options import SHARED_MEMORY_FROM, Options
 from .primitives import current
 from .primitives.futures import Future
 from .primitives.interrupts import critical, install, interruptible, run_all, uninstall
@@ -38,13 +38,13 @@ from .runtime import context_ends, shutdown
 from .runtime.broadcast import ask
 from .runtime.calls import Calls
 from .runtime.peers import Peers
-from .runtime.pending import PendingCall, PendingCalls
+from .runtime.pending import OVERHEAD_BYTES, PendingCall, PendingCalls
 from .runtime.reader import Incoming, Reader
 from .runtime.recording import Recorder
 from .runtime.serving import Server
 from .runtime.statistics import Statistics as Statistics
 from .runtime.threads import Threads
-from .serialization.codec import Body, Codec
+from .serialization.codec import CONTROLS, Body, Codec, Packed, encode_control, encode_envelope
 from .serialization.namespaces import main_script
 from .transport.base import Connection, Frames
 from .transport.inproc import Hub, loopback
@@ -87,7 +87,7 @@ class Worker:
         transports = make_transports(hub, self._poller, self._lease, options)
         self._peers = Peers(hello, member.host, group, transports, options, lambda connection: connection.open())
         self._reader = Reader(
-            member.name, self._lease, self._codec, self._pending, self._threads, self.events, self._peers.name_of,
+            member.name, self._lease, self._pending, self._threads, self.events, self._peers.name_of,
             receive=self.receive, on_expired=self._on_expired, on_lost=self.on_lost, on_marked=self.recorder.on_read,
             merge=self.attach.merge, arrive=self.references.incoming, on_control=self._on_control,
         )  # fmt: skip
@@ -178,24 +178,31 @@ class Worker:
             envelope = self.recorder.mark(envelope, connection.peer)
             self._emit("send", "started", envelope, connection)
         try:
-            packed = self._codec.pack(envelope, body, connection.peer, track=context is not None)
+            if type(body) in CONTROLS:
+                packed = Packed(b"", [encode_control(body)])
+            else:
+                packed = self._codec.pack(envelope, body, connection.peer, track=context is not None)
             if context is not None:
-                to = connection.peer.id
-                self.attach.outgoing(context, envelope, packed.tracked, connection, to)
+                self.attach.outgoing(context, envelope, packed.tracked, connection, connection.peer.id)
                 if call is not None:
                     call.context = context.id
             references = self.references
             if packed.handles or references.let_go_here or references.to_go_back:
-                entries = [handle.entry for handle in packed.handles]
+                entries = [handle.entry for handle in packed.handles] if packed.handles else ()
                 references.outgoing(envelope, entries, connection.peer.id)
-            frames = self._codec.seal(envelope, packed)
+            packed.header = encode_envelope(envelope)
             if self.events.subscribers:
-                self._emit("write", "started", envelope, connection, frames.nbytes)
+                self._emit("write", "started", envelope, connection, packed.nbytes)
             if call is None:
-                nbytes = connection.write(frames, timeout)
+                nbytes = connection.write(packed, timeout)
             else:
-                call.admit(sum(map(len, frames.buffers)))
-                nbytes = connection.write(frames, timeout, call.stop_reading)
+                counted = sum(map(len, packed.buffers)) + OVERHEAD_BYTES
+                call.window.enter(counted, call.depth, call.timeout)
+                call.nbytes = counted
+                if call.caller_waits and counted < SHARED_MEMORY_FROM:
+                    # The answer may be here before the write returns: be the thread that reads it.
+                    call.reading = connection.lease.try_take()
+                nbytes = connection.write(packed, timeout, call.stop_reading)
         except BaseException as error:
             if not isinstance(error, HandedOverError):
                 if context is not None:
@@ -227,7 +234,11 @@ class Worker:
         else:
             if self._codec.unanswered:
                 self._codec.on_answer(message.connection.peer.id, envelope)
-            self.calls.on_answer(message, may_run_callbacks=message.call is here)
+            if (call := message.call) is None:
+                self.calls.on_late_answer(envelope)
+            else:
+                call.envelope, call.frames = envelope, message.frames
+                self.calls.complete(call, may_run_callbacks=call is here)
         if self.events.subscribers:
             self._emit("receive", "complete", envelope, message.connection)
 
@@ -252,7 +263,8 @@ class Worker:
     ) -> None:
         kind = KIND_NAMES.get(envelope.kind, "?")
         if not detail and envelope.kind == Kind.GRADIENTS:
-            detail = f"of message {envelope.reply_to}"
+            more = envelope.autograd.more if envelope.autograd else ()
+            detail = " ".join(map(str, ("of message", envelope.reply_to, *more)))
         self.events.emit(
             Event(
                 stage, phase, kind, envelope.id, connection.peer.name, nbytes, detail, envelope.reply_to,
@@ -337,7 +349,8 @@ class Worker:
     ) -> Entry:  # fmt: skip
         """Like `call_async`, but the result stays there. The entry that is returned counts as a handle to it: to be
         called inside of a critical section, in which it becomes one."""
-        self.check_open()
+        if self.closed_because or os.getpid() != self._pid:
+            self.check_open()
         create = self.calls.create if current.thread.critical == 1 else self.calls.create_later
         return create(to, Call(function, tuple(args), kwargs or None), timeout)
 
@@ -352,7 +365,8 @@ class Worker:
 
     def new_context(self) -> int:
         """Makes an autograd context, and gives its id."""
-        self.check_open()
+        if self.closed_because or os.getpid() != self._pid:
+            self.check_open()
         return self.contexts.new().id
 
     def release_context(self, context_id: int, *, wait: bool = False) -> None:

@@ -373,7 +373,10 @@ def stuck_error(
     def stands_still() -> bool:
         graph = autograd.graph(context_id)
         running = [state for state in graph.passes if not (state.awaited or state.is_done)]
-        return len(graph.awaited) == awaited and len(running) == 1  # which is the one at the gate
+        # Their reports may still be on their way to the root.
+        (root,) = current.current_worker().engine._roots.values()
+        heard_of = not root.state.missing & {state.worker for state in graph.passes if state.is_done}
+        return len(graph.awaited) == awaited and len(running) == 1 and heard_of  # it is the one at the gate
 
     wait_until(stands_still, "the pass stands still")
     clock.jump(60.0)

@@ -144,20 +144,21 @@ class Party:
             if event.kind == "gradients":
                 peer = self.names.index(event.peer)
                 with self._noting:
-                    if self._is_forgotten(event.detail):
-                        pass
-                    elif event.stage == "send":
-                        self._sent.append((number, peer, event.detail))
-                    else:
-                        self._received.append((peer, number, event.detail))
+                    for message in event.detail.split()[2:]:  # "of message 1 2 3"
+                        if self._is_forgotten(message):
+                            pass
+                        elif event.stage == "send":
+                            self._sent.append((number, peer, message))
+                        else:
+                            self._received.append((peer, number, message))
             if self._delays and self._rng.random() < 0.25:
                 time.sleep(self._rng.random() ** 4 * 0.002)
 
         return see
 
-    def _is_forgotten(self, detail: str) -> bool:
+    def _is_forgotten(self, id: str) -> bool:
         """Whether these are gradients of a message that was sent before a pass failed."""
-        message = int(detail.split()[-1])
+        message = int(id)
         return message < self._forgotten.get(message >> 48, 0)
 
     @contextlib.contextmanager

@@ -156,6 +156,8 @@ def test_a_pass_in_a_context_that_has_ended_on_a_participant(workers):
     """The root hears of it at once."""
     with autograd.context() as context_id:
         loss = forward()
+        # It has sent its answer, and looks once more whether the context lives: it would tell the driver if not.
+        wait_until(lambda: not workers["b"]._server.being_served, "the end of the call")
         workers["b"].contexts.take_out(context_id)
         with soon():
             error = backward_error(context_id, loss)
@@ -193,9 +195,9 @@ def test_gradients_that_came_before_a_begin_that_is_refused(workers):
         said = Autograd(context_id, during=pass_id)
         envelope = Envelope(Kind.GRADIENTS, driver.new_message_id(), message, autograd=said)
         lie(driver, b, Kind.GRADIENTS, Gradients((torch.ones(3),)), envelope=envelope)
-        assert b.engine.parts.find(pass_id) is not None
+        assert b.engine.parts.passes.get(pass_id) is not None
         b.engine.release(context_id)
         lie(driver, b, Kind.BEGIN, Begin(pass_id, context_id, (message,), None))
-        assert b.engine.parts.find(pass_id) is None
+        assert b.engine.parts.passes.get(pass_id) is None
         del loss
     check_nothing_is_left()

@@ -192,16 +192,16 @@ def test_a_context_that_ends_while_a_pass_is_planned(workers, monkeypatch):
 
 def test_a_context_that_ends_as_its_pass_is_noted(workers, monkeypatch):
     driver = workers["driver"]
-    find = driver.contexts.find
 
-    def find_after_release(id: int) -> object:
-        monkeypatch.undo()
-        driver.release_context(context_id)
-        return find(id)
+    class ReleasesFirst(dict):  # type: ignore[type-arg]
+        def __setitem__(self, pass_id: int, local: object) -> None:
+            monkeypatch.undo()
+            driver.release_context(context_id)
+            driver.engine.parts.passes[pass_id] = local
 
     with autograd.context() as context_id:
         loss = forward()
-        monkeypatch.setattr(driver.contexts, "find", find_after_release)
+        monkeypatch.setattr(driver.engine.parts, "passes", ReleasesFirst())
         with soon(), pytest.raises(errors.GradientError):
             autograd.backward(context_id, [loss], timeout=PATIENCE)
     check_works()

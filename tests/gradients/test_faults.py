@@ -36,7 +36,7 @@ from torch import Tensor
 import telegrad
 from telegrad import autograd, errors, rpc
 from telegrad.events import Event
-from telegrad.messages import Autograd, Envelope, Gradients, Kind
+from telegrad.messages import Autograd, Begin, Envelope, Gradients, Kind
 from telegrad.primitives import current
 from telegrad.worker import Worker
 
@@ -255,10 +255,17 @@ BAD_GRADIENTS = {
 }
 
 
-def forge(worker: Worker, to: int, message: int, gradients: tuple[Tensor, ...], pass_id: int | None = None) -> None:
+def forge(
+    worker: Worker,
+    to: int,
+    message: int,
+    gradients: tuple[Tensor, ...],
+    pass_id: int | None = None,
+    begin: Begin | None = None,
+) -> None:
     """Sends gradients that no worker would send, by default in the pass that this code runs in."""
     during = current.pass_id.get() if pass_id is None else pass_id
-    autograd_of_message = Autograd(current.context_id.get(), during=during)
+    autograd_of_message = Autograd(current.context_id.get(), during=during, begin=begin)
     envelope = Envelope(Kind.GRADIENTS, worker.new_message_id(), message, autograd=autograd_of_message)
     worker.engine.host.post(to, envelope, Gradients(gradients), PATIENCE, None)
 
@@ -368,7 +375,7 @@ def test_a_late_report_is_dropped_and_logged(workers, held_messages, caplog):
 
 def test_a_late_begin_is_dropped_and_logged(workers, held_messages, caplog):
     """The pass has failed on b before c hears of it at all, and c hears of the end first."""
-    held, release = held_messages(workers["driver"], "begin", to="c")
+    held, release = held_messages(workers["driver"], "gradients", to="c")  # which tell it of the pass
     failed = threading.Event()
 
     def see(event: Event) -> None:
@@ -380,10 +387,12 @@ def test_a_late_begin_is_dropped_and_logged(workers, held_messages, caplog):
             loss = fan((Fault("last", "hook"),), ())
             running = InThread(autograd.backward, context_id, [loss], timeout=PATIENCE)
             assert held.wait(PATIENCE)
-            # What makes b fail: its gradients, as if the root had come to it already.
+            # What makes b fail: its gradients, as if the root had come to it already. (It may have.)
             message = next(iter(workers["b"].contexts.get(context_id).sends))
             (pass_id,) = workers["driver"].engine._roots
-            forge(workers["driver"], info("b").id, message, (torch.ones(3),), pass_id)
+            if workers["driver"].engine.parts.passes.get(pass_id).outboxes[info("b").id].begin is not None:
+                begin = Begin(pass_id, context_id, (message,), PATIENCE)
+                forge(workers["driver"], info("b").id, message, (torch.ones(3),), pass_id, begin)
             assert failed.wait(PATIENCE)
             release.set()
             check_error(running.wait().error, info("b"), "boom at last", BoomError)

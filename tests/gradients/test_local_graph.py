@@ -14,13 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from telegrad.gradients.contexts import Contexts
 from telegrad.gradients.local_graph import NOTHING, Graph, find_received, leads_to
 from telegrad.gradients.nodes import AccumulateGrad, CheckpointNode, RecvNode, make_recvs
+from telegrad.messages import LogEntry
 
 CONTEXT = 1000
 
 
 def receive(*ids: int) -> list[torch.Tensor]:
     """Tensors as if they had come from another worker, in one message."""
-    return make_recvs(ids[0], ids, CONTEXT, [torch.ones(2) for _ in ids])
+    return make_recvs(ids[0], [LogEntry(id, CONTEXT, ()) for id in ids], CONTEXT, [torch.ones(2) for _ in ids])
 
 
 def leaf() -> torch.Tensor:

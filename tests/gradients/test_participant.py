@@ -34,6 +34,9 @@ class Worker:
     def submit(self, task: Callable[[], None]) -> None:
         task()
 
+    def later(self, seconds: float, task: Callable[[], None]) -> Callable[[], None]:
+        return task
+
     def _send(self, to: int) -> int:
         id = self.new_message_id()
         leaf = torch.ones(3, requires_grad=True)

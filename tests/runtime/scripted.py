@@ -17,7 +17,7 @@ from telegrad.runtime import pending
 from telegrad.runtime import reader as reading
 from telegrad.runtime.pending import PendingCall, PendingCalls
 from telegrad.runtime.reader import Reader
-from telegrad.serialization.codec import Codec
+from telegrad.serialization.codec import Codec, encode_envelope
 from telegrad.transport import lease as lease_module
 from telegrad.transport.base import Connection, Frames
 from telegrad.transport.lease import ReadLease
@@ -80,8 +80,8 @@ class ScriptedConnection(Connection):
         self.is_closed = False
 
     def say(self, envelope: Envelope, body: Any, codec: Codec) -> None:
-        sealed = codec.seal(envelope, codec.pack(envelope, body, self.peer))
-        self._arrived.append(Frames(sealed.header, [bytearray(b) for b in sealed.buffers]))
+        packed = codec.pack(envelope, body, self.peer)
+        self._arrived.append(Frames(encode_envelope(envelope), [bytearray(b) for b in packed.buffers]))
         self._world.readable.add(self.fd)
 
     def lose(self, reason: str = "lost") -> None:
@@ -143,7 +143,7 @@ class Bench:
         self.function: Callable[[int], None] = lambda id: None  # runs for each call that comes
         self.pending = PendingCalls(self._on_expired, lambda task: lambda seconds: None)
         self.reader = Reader(
-            "bench", self.lease, self.codec, self.pending, SimpleNamespace(submit=self._submit, start=self._nothing),  # type: ignore[arg-type]
+            "bench", self.lease, self.pending, SimpleNamespace(submit=self._submit, start=self._nothing),  # type: ignore[arg-type]
             Events(), str,
             receive=self._receive, on_expired=self._on_expired, on_lost=self._on_lost, merge=self._nothing,
             arrive=self._nothing, on_control=self._nothing, on_marked=self._nothing,
@@ -197,8 +197,9 @@ class Bench:
         return made
 
     def call(self, id: int, connection: ScriptedConnection, timeout: float | None = 60.0) -> PendingCall:
-        call = PendingCall(id, "f", connection.peer.name, timeout, 1)
-        call.connection = connection
+        call = PendingCall(
+            id, "f", connection.peer.name, timeout, None if timeout is None else self.world.now + timeout, 1, connection
+        )
         self.pending.calls[call.id] = call
         return call
 

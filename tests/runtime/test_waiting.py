@@ -71,7 +71,7 @@ def test_bytes_that_leave_a_window_let_those_in_who_wait():
         entered: list[int] = []
 
         def enter(number: int) -> None:
-            assert window.enter(60, 1, None)
+            window.enter(60, 1, None)
             entered.append(number)
             window.leave(60, 1)
 
@@ -90,9 +90,14 @@ def test_bytes_that_leave_a_window_let_those_in_who_wait():
 def test_a_window_that_stays_full_lets_a_caller_go_in_time():
     def play(world: World) -> Callable[[], None]:
         window = Window(100)
-        assert window.enter(60, 1, None)
-        assert window.enter(60, 2, None)  # another depth
-        world.spawn(lambda: window.enter(60, 1, 5.0), "late")
+        window.enter(60, 1, None)
+        window.enter(60, 2, None)  # another depth
+
+        def late() -> None:
+            with pytest.raises(TimeoutError, match="120 bytes"):
+                window.enter(60, 1, 5.0)
+
+        world.spawn(late)
         return lambda: None
 
     in_all_orders(play, of=1, two=0)
@@ -132,11 +137,10 @@ def test_a_call_is_completed_once_whatever_comes_first():
         completed: list[str] = []
         pending_calls = PendingCalls(lambda call: completed.append("expired"), timers.new)
         connection: Any = SimpleNamespace(peer=SimpleNamespace(name="b", id=2))
-        call = PendingCall(1, "f", "b", 1.0, 1)
-        call.connection = connection
+        call = PendingCall(1, "f", "b", 1.0, world.now + 1.0, 1, connection)
         pending_calls.calls[call.id] = call
         call.sent = True
-        pending_calls.expire_in_time(call)
+        pending_calls.expire_by(world.now + 1.0)
 
         def answer() -> None:
             world.block(lambda: False, 1.0)
@@ -168,10 +172,12 @@ def test_every_watched_call_expires_also_after_one_that_could_not_be_completed()
         pending_calls = PendingCalls(on_expired, timers.new)
 
         def watch(id: int, timeout: float) -> None:
-            call = PendingCall(id, "f", "b", timeout, 1)
+            deadline = world.now + timeout
+            call = PendingCall(id, "f", "b", timeout, deadline)
             pending_calls.calls[call.id] = call
             call.sent = True
-            pending_calls.expire_in_time(call)
+            if deadline < pending_calls.next_look:
+                pending_calls.expire_by(deadline)
 
         watch(1, 3.0)
         world.spawn(lambda: watch(2, 1.0), "sooner")
@@ -195,7 +201,7 @@ def test_a_call_that_is_being_sent_does_not_expire():
     """The thread that sends it watches its time, and gives back its place in the window."""
     expired: list[PendingCall] = []
     pending_calls = PendingCalls(expired.append, lambda task: lambda seconds: None)
-    call = pending_calls.calls[1] = PendingCall(1, "f", "a", 0.0, 1)
+    call = pending_calls.calls[1] = PendingCall(1, "f", "a", 0.0, 0.0)
     pending_calls._expire()
     assert not expired
     call.sent = True
@@ -207,8 +213,7 @@ def test_only_the_worker_that_was_asked_can_answer():
     calls = PendingCalls(lambda call: None, lambda task: lambda seconds: None)
     asked: Any = SimpleNamespace(peer=SimpleNamespace(name="b"))
     liar: Any = SimpleNamespace(peer=SimpleNamespace(name="liar"))
-    call = PendingCall(1, "f", "b", 60.0, 1)
-    call.connection = asked
+    call = PendingCall(1, "f", "b", None, None, 1, asked)
     calls.calls[call.id] = call
     assert calls.claim(1, liar) is None
     assert not call.claimed

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from telegrad.messages import COUNTER_BITS, Call, Envelope, Hello, Kind, Reply
-from telegrad.serialization.codec import Codec
+from telegrad.serialization.codec import Codec, encode_envelope
 from telegrad.transport.base import Frames
 
 
@@ -30,7 +30,9 @@ class End:
 
 
 def encoded(codec: Codec, envelope: Envelope, body: Any, to: Hello) -> Frames:
-    return codec.seal(envelope, codec.pack(envelope, body, to))
+    packed = codec.pack(envelope, body, to)
+    packed.header = encode_envelope(envelope)
+    return packed
 
 
 def arrived(frames: Frames) -> Frames:

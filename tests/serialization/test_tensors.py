@@ -133,6 +133,17 @@ def test_what_is_expanded_is_sent_once(link):
         assert arrived.stride()[0] == 0
 
 
+def test_what_is_expanded_and_small_is_sent_packed(link):
+    """To take it apart would cost more than its bytes do. Gradients of sums are like this."""
+    row = torch.arange(4.0)
+    for tensor in (row.expand(3, 4), torch.ones(()).expand(300), row[::2].expand(5, 2), torch.ones(1, 0).expand(3, 0)):
+        (arrived,) = link.carry(tensor)
+        assert torch.equal(arrived, tensor)
+        assert arrived.is_contiguous()
+        arrived.add_(1)  # each element is there, and its own
+        assert torch.equal(arrived, tensor + 1)
+
+
 @pytest.mark.parametrize("kind", ["contiguous", "transposed", "strided", "channels_last", "conj", "bool"])
 def test_large_memory_goes_beside_the_pickle(link, kind):
     tensor = KINDS[kind](LARGE)

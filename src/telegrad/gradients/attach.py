@@ -49,47 +49,54 @@ class Attach:
         """
         if to != self._worker_id:
             context.known_workers.add(to)
-        during, done = current.current_pass_id(), False
-        if envelope.autograd is not None:
-            during, done = envelope.autograd.during, envelope.autograd.done
+        said = envelope.autograd  # of gradients: what their pass has to say
+        if not tensors:
+            # Where the context has ended the message does not name it: no worker would tell the receiver of its end.
+            if said is None and context.id in self._live:
+                envelope.autograd = Autograd(context.id, during=current.current_pass_id())
+            return
         if context.id not in self._live:
             self._check_outside(context, tensors)
             return
-        if not tensors:
-            envelope.autograd = Autograd(context.id, during=during, done=done)
-            return
-        sent = []
-        for place, tensor in enumerate(tensors):
-            id = envelope.id if place == 0 else self._new_id()
-            with context.lock:
-                sent.append(Sent(id, envelope.id, place, len(tensors), to, tensor, context.graph))
-        own = tuple([LogEntry(s.id, context.id, tuple(s.reach)) for s in sent])
-        log = self._contexts.log
+        count, log = len(tensors), self._contexts.log
+        sent: list[Sent] = []
+        own: list[LogEntry] = []
+        depends_on: list[int] = []
+        with context.lock:
+            for place, tensor in enumerate(tensors):
+                id = envelope.id if place == 0 else self._new_id()
+                found = Sent(id, envelope.id, place, count, to, tensor, context.graph)
+                sent.append(found)
+                own.append(LogEntry(id, context.id, tuple(found.reach)))
+                depends_on += found.reach
         log.merge(own)
-        for s in sent:
-            context.sends[s.id] = s
+        for found in sent:
+            context.sends[found.id] = found
         if context.id not in self._live:
             context.clear()
             self._check_outside(context, tensors)
             return
-        depends_on = [id for entry in own for id in entry.depends_on]
         entries = tuple(log.entries_for(connection, depends_on)) if depends_on else ()
         for entry in entries:
             # A worker that learns of a context must hear of its end.
             if entry.context != context.id and to != self._worker_id:
                 if (other := self._live.get(entry.context)) is not None:
                     other.known_workers.add(to)
-        envelope.autograd = Autograd(context.id, own, entries, during, done)
+        if said is None:
+            envelope.autograd = Autograd(context.id, tuple(own), entries, current.current_pass_id())
+        else:
+            envelope.autograd = Autograd(
+                context.id, tuple(own), entries, said.during, said.done, said.more, said.begin
+            )  # fmt: skip
 
     def _check_outside(self, context: Context, tensors: Sequence[torch.Tensor]) -> None:
-        """Checks a message whose context has ended. It does not name the context: no worker would tell the receiver of
-        its end. Tensors without their history would be leaves there, and gradients silently missing."""
-        if tensors:
-            raise UnknownContextError(
-                f"a message in autograd context {context.id} has {len(tensors)} tensors that require grad, but the "
-                f"context has ended on this worker (id {self._worker_id}): their history cannot be recorded. Wait for "
-                "calls before their context ends, or detach() what they send and return"
-            )
+        """Refuses a message whose context has ended: tensors without their history would be leaves there, and gradients
+        silently missing."""
+        raise UnknownContextError(
+            f"a message in autograd context {context.id} has {len(tensors)} tensors that require grad, but the "
+            f"context has ended on this worker (id {self._worker_id}): their history cannot be recorded. Wait for "
+            "calls before their context ends, or detach() what they send and return"
+        )
 
     def written(self, envelope: Envelope, connection: object) -> bool:
         """Notes that a message was written: its receiver knows what it says. False if the context has ended meanwhile,
@@ -113,7 +120,7 @@ class Attach:
         autograd = envelope.autograd
         if autograd is None:
             return
-        context = self._contexts.get_or_make(autograd.context)
+        context = self._live.get(autograd.context) or self._contexts.get_or_make(autograd.context)
         if context is None:
             logger.info("message %d came after the end of its context %d", envelope.id, autograd.context)
             return
@@ -148,14 +155,14 @@ class Attach:
         return partial(self._recv, envelope.id, autograd)
 
     def _recv(self, message: int, autograd: Autograd, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        ids = [entry.id for entry in autograd.sent]
-        if len(ids) != len(tensors):
-            raise GradientError(f"message {message} has {len(tensors)} tensors that require grad, not {len(ids)}")
-        received = make_recvs(message, ids, autograd.context, tensors)
+        sent = autograd.sent
+        if len(sent) != len(tensors):
+            raise GradientError(f"message {message} has {len(tensors)} tensors that require grad, not {len(sent)}")
+        received = make_recvs(message, sent, autograd.context, tensors)
         context = self._live.get(autograd.context)
         if context is not None:  # else backward() will say that it has ended
-            for id, tensor in zip(ids, received, strict=True):
-                context.received[id] = tensor.grad_fn
+            for entry, tensor in zip(sent, received, strict=True):
+                context.received[entry.id] = tensor.grad_fn
         return received
 
 

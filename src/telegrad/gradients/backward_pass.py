@@ -13,70 +13,61 @@ engine.py and participant.py drive them: with a lock around each event, and they
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from enum import Enum, auto
+
+import msgspec
 
 from ..errors import text_of
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """Run torch's engine for this part."""
 
 
-@dataclass(frozen=True)
-class Wake:
+class Wake(msgspec.Struct, frozen=True):
     """The engine may be waiting for this Send."""
 
     send: int
 
 
-@dataclass(frozen=True)
-class Interrupt:
+class Interrupt(msgspec.Struct, frozen=True):
     """Whatever the engine waits for will not come."""
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     """Tell the root: done, or failed."""
 
     error: BaseException | None
 
 
-@dataclass(frozen=True)
-class Commit:
+class Commit(msgspec.Struct, frozen=True):
     """The gradients of this part count from now on."""
 
 
-@dataclass(frozen=True)
-class Discard:
+class Discard(msgspec.Struct, frozen=True):
     """All that this part has gathered goes."""
 
 
-@dataclass(frozen=True)
-class Late:
+class Late(msgspec.Struct, frozen=True):
     """It came after the end: drop it, and say so in the log."""
 
     what: str
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """Tell these workers that the pass is done."""
 
     workers: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Abort:
+class Abort(msgspec.Struct, frozen=True):
     """Tell these workers that the pass is over, and why."""
 
     workers: tuple[int, ...]
     reason: str
 
 
-@dataclass(frozen=True)
-class Complete:
+class Complete(msgspec.Struct, frozen=True):
     """backward() returns, or raises this."""
 
     error: BaseException | None
@@ -98,14 +89,14 @@ class State(Enum):
     ABORTED = auto()
 
 
-@dataclass
-class Part:
+class Part(msgspec.Struct):
     """One worker's part in a pass. `is_root`: it also has roots of its own to start from."""
 
     is_root: bool = False
     state: State = State.EARLY
     sends: tuple[int, ...] = ()  # that will get gradients, in the order of their sending
-    arrived: set[int] = field(default_factory=set)
+    arrived: set[int] = msgspec.field(default_factory=set)
+    missing: set[int] = msgspec.field(default_factory=set)  # of `sends`: those that have not arrived
     is_over: bool = False  # FINISHED or ABORTED
     has_failed: bool = False  # and has said so
 
@@ -115,10 +106,13 @@ class Part:
         if self.state is not State.EARLY:
             return self.on_local_end(ProtocolViolationError("the pass was begun twice"))
         self.sends = tuple(sorted(sends))
+        self.missing = set(self.sends)
         self.state = State.WAITING
-        unknown = self.arrived - set(self.sends)
-        if unknown:
-            return self.on_local_end(_not_awaited(min(unknown)))
+        if self.arrived:
+            unknown = self.arrived - self.missing
+            if unknown:
+                return self.on_local_end(_not_awaited(min(unknown)))
+            self.missing -= self.arrived
         return self._start_if_ready()
 
     def _start_if_ready(self) -> list[PartInstruction]:
@@ -134,8 +128,10 @@ class Part:
             return [Late(f"the gradients of message {send}")]
         if send in self.arrived:
             return self.on_local_end(ProtocolViolationError(f"the gradients of message {send} came twice"))
-        if self.state is not State.EARLY and send not in self.sends:
-            return self.on_local_end(_not_awaited(send))
+        if self.state is not State.EARLY:
+            if send not in self.missing:
+                return self.on_local_end(_not_awaited(send))
+            self.missing.remove(send)
         self.arrived.add(send)
         if self.state is State.WAITING:
             return self._start_if_ready()

@@ -10,9 +10,10 @@ from __future__ import annotations
 from _thread import RLock  # threading.RLock is Python code
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from ..errors import GradientError, UnknownContextError
@@ -63,21 +64,22 @@ class Sent:
         return self._edge
 
 
-@dataclass(eq=False)
-class Context:
+class Context(msgspec.Struct, eq=False, weakref=True):
     """One context on one worker."""
 
     id: int
     graph: Graph  # as far as Sends lead to it
     # Guards the graph and the gradients. Held while the graph is walked, so never by threads that read. Reentrant: a
     # finaliser may run in it.
-    lock: Any = field(default_factory=RLock)
+    lock: Any = msgspec.field(default_factory=RLock)
     # The operations on these are single, and atomic:
-    sends: dict[int, Sent] = field(default_factory=dict)  # by id
-    received: dict[int, Node] = field(default_factory=dict)  # Recv nodes, by the ids of their tensors
-    known_workers: set[int] = field(default_factory=set)  # ids of the workers that it was sent to
-    heard_from: set[int] = field(default_factory=set)  # ids of the workers that sent it here, and will tell of its end
-    gradients: GradientTable = field(default_factory=GradientTable)
+    sends: dict[int, Sent] = msgspec.field(default_factory=dict)  # by id
+    received: dict[int, Node] = msgspec.field(default_factory=dict)  # Recv nodes, by the ids of their tensors
+    known_workers: set[int] = msgspec.field(default_factory=set)  # ids of the workers that it was sent to
+    heard_from: set[int] = msgspec.field(
+        default_factory=set
+    )  # ids of the workers that sent it here, and will tell of its end
+    gradients: GradientTable = msgspec.field(default_factory=GradientTable)
     failed: PartState | None = None  # what the last pass awaited here, if it failed; numbers only
 
     @property
@@ -104,9 +106,8 @@ class Contexts:
         return len(self.live)
 
     def new(self) -> Context:
-        context = self.ended(self._new_id())
-        with self._lock:
-            self.live[context.id] = context
+        id = self._new_id()
+        context = self.live[id] = Context(id, Graph(partial(self._new_group, id)))
         return context
 
     def find(self, id: int) -> Context | None:
@@ -137,12 +138,12 @@ class Contexts:
         """Makes a context that is not among the live ones: as a stand-in for one that has ended, for what is still sent
         in it."""
 
-        def new_group(members: frozenset[int]) -> int:
-            group = -self._new_id()
-            self.log.merge([LogEntry(group, id, tuple(sorted(members)))])
-            return group
+        return Context(id, Graph(partial(self._new_group, id)))
 
-        return Context(id, Graph(new_group))
+    def _new_group(self, context_id: int, members: frozenset[int]) -> int:
+        group = -self._new_id()
+        self.log.merge([LogEntry(group, context_id, tuple(sorted(members)))])
+        return group
 
     def was_released(self, id: int) -> bool:
         return id in self._released

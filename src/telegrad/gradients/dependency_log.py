@@ -14,18 +14,18 @@ So entries stay small however long the history is.
 
 from __future__ import annotations
 
-import threading
+from _thread import RLock  # threading.RLock is Python code
 from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
 
 from ..messages import LogEntry
 
 
-class _Logged:
-    __slots__ = ("entry", "known_by")
-
-    def __init__(self, entry: LogEntry) -> None:
-        self.entry = entry
-        self.known_by: set[object] = set()  # connections whose other end has it
+class _Logged(msgspec.Struct, eq=False):
+    entry: LogEntry
+    known_by: set[Any] = msgspec.field(default_factory=set)  # connections whose other end has it
 
 
 class MissingEntryError(Exception):
@@ -42,7 +42,7 @@ class Log:
     def __init__(self, is_live: Callable[[int], bool]) -> None:
         self._is_live = is_live  # says whether a context has not ended; what comes later is not taken
         # Guards both below. Held for a moment only, and never while anything else is called: threads that read take it.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._entries: dict[int, _Logged] = {}
         self._of_context: dict[int, list[int]] = {}
 

@@ -10,19 +10,15 @@ another thread. The root's own part runs on the thread that has called backward(
 
 from __future__ import annotations
 
-from _thread import RLock  # threading.RLock is Python code
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from signal import SIGINT
+from typing import Any, TypeVar
 
 import torch
-from msgspec.structs import replace
 
 from .._torch import current_graph_task_id
 from ..errors import (
-    BackwardError,
-    CallTimeoutError,
     GradientError,
     NotStartedError,
     PeerLostError,
@@ -31,33 +27,22 @@ from ..errors import (
     text_of,
 )
 from ..events import logger
-from ..messages import Begin, Done, End, Envelope, Failure, Kind, Member, Release, sender_of
+from ..messages import COUNTER_BITS, Begin, Done, End, Envelope, Failure, Kind, Member, Release, sender_of
 from ..primitives import clock, current
-from ..primitives.interrupts import critical, interruptible
-from ..primitives.waiter import Waiter
+from ..primitives.interrupts import critical, deferred, deliver, getsignal, guard, interruptible, on_signal
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, RootInstruction
-from .contexts import Context, Contexts
-from .diagnosis import explain, state_here
+from .contexts import Contexts
+from .engine_call import LatePassError
 from .host import Host, Task, tell
-from .local_pass import Gradient, LatePassError, LocalPass, Roots
+from .leaves import GradientTable
+from .local_pass import LocalPass, Roots
+from .outbox import Gradient, Outbox
 from .participant import Parts
-from .plan import Plan, Planner, checked_roots, edge_of, no_leaves
+from .plan import Planner, checked_roots, edge_of
+from .rooted_pass import RootedPass, late_error, raise_error
 from .torch_modes import current_modes
 
-_ASKING = 0.5  # seconds in which participants say what a failed pass awaited
-
-
-@dataclass(eq=False)
-class RootedPass:
-    """A pass that was begun here."""
-
-    begin: Begin  # this worker's own
-    state: BackwardPass
-    lock: Any = field(default_factory=RLock)  # guards `state`. Threads that read take it: held for a moment only
-    waiter: Waiter = field(default_factory=Waiter)
-    finishing: list[RootInstruction] = field(default_factory=list)  # left to the thread that waits for the pass
-    error: BaseException | None = None
-    worker: int = -1  # where the error happened
+Result = TypeVar("Result")
 
 
 class Engine:
@@ -74,44 +59,28 @@ class Engine:
 
     # -- what users call -------------------------------------------------------------------------------
 
-    def backward(
-        self,
-        context_id: int,
-        roots: Sequence[torch.Tensor],
-        *,
-        grad_tensors: Sequence[Gradient] | None,
-        retain_graph: bool,
-        create_graph: bool,
-        into_grad: bool,
-        timeout: float | None,
-    ) -> None:
-        """Runs a backward pass, to its end on every worker. `timeout` None: no limit."""
-        with critical():
-            self._run(context_id, roots, grad_tensors, None, (timeout, retain_graph, create_graph, into_grad))
-
-    def grad(
-        self,
-        context_id: int,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        *,
-        grad_outputs: Sequence[Gradient] | None,
-        retain_graph: bool,
-        create_graph: bool,
-        timeout: float | None,
-    ) -> tuple[Gradient, ...]:
-        """Returns the gradients of the inputs, which are tensors of this worker. Nothing else is computed or kept."""
-        with critical():
-            options = (timeout, retain_graph, create_graph, False)
-            return self._run(context_id, outputs, grad_outputs, inputs, options).results
-
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """Returns the gradients of this worker's leaves in a context, from all passes that are done."""
-        with critical():
-            context = self._contexts.get(context_id)
-            self.parts.settle(context)
+        return self._read(context_id, GradientTable.copy)
+
+    def gradients_of(self, context_id: int, leaves: Sequence[torch.Tensor]) -> list[Gradient]:
+        """Returns the gradients of these leaves; None where there is none."""
+        return self._read(context_id, GradientTable.get_all, leaves)
+
+    def _read(self, context_id: int, read: Callable[..., Result], *args: Any) -> Result:
+        thread = current.thread
+        before = thread.critical
+        thread.critical = before + 1
+        try:
+            context = self._contexts.live.get(context_id) or self._contexts.get(context_id)
+            if self.parts.passes:
+                self.parts.settle(context)
             with context.lock:
-                return context.gradients.copy()
+                return read(context.gradients, *args)
+        finally:
+            thread.critical = before
+            if deferred and not before:
+                deliver()
 
     def update_gradient(
         self, context_id: int, leaf: torch.Tensor, callback: Callable[[torch.Tensor], torch.Tensor | None]
@@ -147,57 +116,79 @@ class Engine:
 
     # -- a pass that is begun here ---------------------------------------------------------------------
 
-    def _run(
+    def backward(
         self,
         context_id: int,
         tensors: Sequence[torch.Tensor],
         given: Sequence[Gradient] | None,
         inputs: Sequence[torch.Tensor] | None,
-        options: tuple[float | None, bool, bool, bool],  # of Begin: timeout, retain_graph, create_graph, into_grad
-    ) -> LocalPass:
-        """Plans a pass and runs it to its end on every worker. Returns this worker's part."""
-        context = self._contexts.get(context_id)
-        edges, gradients = checked_roots(tensors, given)
-        with context.lock:
-            reach, leaves, checkpoints = context.graph.walk_once(edges)
-        if inputs is None:
-            plan = self._planner.plan(reach, edges)
-            roots = Roots(no_leaves(tensors), gradients, leaves, checkpoints, reach)
-        else:
-            plan = self._planner.plan_for(context, reach, edges, {edge_of(tensor) for tensor in inputs})
-            roots = Roots(no_leaves(tensors), gradients, inputs=tuple(inputs))
-        begin = Begin(self.host.new_message_id(), context.id, (), *options, modes=current_modes())
-        begin = _share(begin, plan, self._id)
-        root = RootedPass(begin, BackwardPass(self._id, plan.sends))
-        local = LocalPass(begin.pass_id, Part(is_root=True))
-        serving = current.current_serving()
-        local.context, local.begin, local.roots = context, begin, roots
-        local.deadline = None if begin.timeout is None else clock.now() + begin.timeout
-        local.depth = serving.depth + 1 if serving else 1
-        self._roots[begin.pass_id] = root
+        options: tuple[float | None, bool, bool, bool],
+    ) -> tuple[Gradient, ...]:
+        """Plans a backward pass and runs it to its end on every worker.
+
+        Args:
+            given: the gradients of the tensors; ones by default.
+            inputs: tensors of this worker, whose gradients are returned; nothing else is computed or kept. None: all
+                leaves get their gradients.
+            options: timeout in seconds (None: no limit), retain_graph, create_graph, into_grad. See Begin.
+        """
+        thread = current.thread
+        before = thread.critical
+        thread.critical = before + 1
+        root: RootedPass | None = None
         try:
+            if thread.is_main and getsignal(SIGINT) is not on_signal:
+                guard()
+            context = self._contexts.live.get(context_id) or self._contexts.get(context_id)
+            edges, starts, gradients = checked_roots(tensors, given)
+            with context.lock:
+                reach, leaves, checkpoints = context.graph.walk_once(edges)
+            if inputs is None:
+                plan = self._planner.plan(context, reach, edges)
+                roots = Roots(starts, gradients, leaves, checkpoints, reach)
+            else:
+                plan = self._planner.plan_for(context, reach, edges, {edge_of(tensor) for tensor in inputs})
+                roots = Roots(starts, gradients, inputs=tuple(inputs))
+            pass_id, modes = self.host.new_message_id(), current_modes()
+            sends, wanted = plan.sends, plan.wanted
+            own = None if wanted is None else wanted.get(self._id, ())
+            begin = Begin(pass_id, context_id, sends.get(self._id, ()), *options, own, modes)
+            root = RootedPass(begin, BackwardPass(self._id, sends))
+            local = LocalPass(pass_id, Part(is_root=True))
+            local.context, local.begin, local.roots = context, begin, roots
+            local.deadline = None if begin.timeout is None else clock.now() + begin.timeout
+            local.depth = serving.depth + 1 if (serving := current.current_serving()) else 1
+            for worker in root.state.others:
+                theirs = None if wanted is None else wanted.get(worker, ())
+                begin = Begin(pass_id, context_id, sends[worker], *options, theirs, modes)
+                local.outboxes[worker] = Outbox(worker, begin)
+                context.known_workers.add(worker)  # it may have been reached through another context
+            self._roots[pass_id] = root
             try:
                 self.parts.add(local)
                 if root.state.is_over:  # it failed before its part was there to be ended
                     self.parts.end(local, "it has failed")
-                self._run_everywhere(root, local, plan)
+                self._run_everywhere(root, local, plan.apart)
             finally:
-                self._roots.pop(begin.pass_id, None)
+                self._roots.pop(pass_id, None)
             if root.error is not None:
-                self._raise(root, context)
-            return local
+                raise_error(root, context, self._id, self.host)
+            return local.results
         finally:
-            root.error = None  # its traceback may have frames with the pass: only the collector would find them
+            if root is not None:
+                root.error = None  # its traceback may have frames with the pass: only the collector would find them
+            thread.critical = before
+            if deferred and not before:
+                deliver()
 
-    def _run_everywhere(self, root: RootedPass, local: LocalPass, plan: Plan) -> None:
+    def _run_everywhere(self, root: RootedPass, local: LocalPass, apart: frozenset[int]) -> None:
         others = root.state.others
-        first = others[0] if others else self._id
         inside = current_graph_task_id() >= 0
         turn = local.turn = self.host.begin_turn() if others and not inside else None
         try:
-            for worker in others:
-                self._begin_at(worker, root, _share(root.begin, plan, worker), local.depth)
-            instructions = local.begins(self._contexts)
+            for worker in apart:
+                self.parts.poster.begin(local, local.outboxes[worker])
+            instructions = local.start(self._contexts)
             if inside:
                 # Never inside of another engine call: its thread would work off nodes of this one.
                 self.host.submit(partial(self.parts.carry_out, local, instructions))
@@ -205,9 +196,9 @@ class Engine:
                 local.on_own_thread = True
                 self.parts.carry_out(local, instructions)
             if not root.waiter.done:
-                self.host.wait(root.waiter, first, local.deadline, turn)
+                self.host.wait(root.waiter, others[0] if others else self._id, local.deadline, turn)
             if not root.waiter.done:
-                self._on(root, root.state.on_failure, self._late(root))
+                self._on(root, root.state.on_failure, late_error(root, self.host))
             self._finish(root)
         except BaseException as error:
             self._on(root, root.state.on_failure, error)
@@ -219,16 +210,6 @@ class Engine:
         finally:
             if turn is not None:
                 turn.end()
-
-    def _begin_at(self, worker: int, root: RootedPass, begin: Begin, depth: int) -> None:
-        context = self._contexts.find(begin.context)
-        if context is not None:
-            context.known_workers.add(worker)  # it may have been reached through another context
-        envelope = Envelope(Kind.BEGIN, self.host.new_message_id(), 0, begin.timeout, depth)
-        try:
-            self.host.post(worker, envelope, begin, begin.timeout, None)
-        except PeerLostError as lost:
-            self._on(root, root.state.on_lost, worker, lost)
 
     def _on(self, root: RootedPass, event: Callable[..., list[RootInstruction]], *args: Any) -> None:
         """Has the state of a pass take an event, and carries out what follows."""
@@ -256,13 +237,13 @@ class Engine:
                     self.host.submit(partial(self._tell_end, root.begin.pass_id, workers, reason))
                 case Complete(error, worker):
                     root.error, root.worker = error, worker
-                    root.waiter.set_done()
+                    if not root.waiter.done:
+                        root.waiter.set_done()
                 case Late(what):
                     logger.info("%s came after the end of pass %d", what, root.begin.pass_id)
 
     def _end_own_part(self, root: RootedPass, aborted: str) -> None:
-        local = self.parts.find(root.begin.pass_id)
-        if local is not None:
+        if (local := self.parts.passes.get(root.begin.pass_id)) is not None:
             self.parts.end(local, aborted)
 
     def _tell_end(self, pass_id: int, workers: Sequence[int], aborted: str) -> None:
@@ -276,67 +257,35 @@ class Engine:
                 self.host.submit(partial(self._tell_end, pass_id, left, aborted))
             raise
 
-    # -- its errors ------------------------------------------------------------------------------------
-
-    def _late(self, root: RootedPass) -> CallTimeoutError:
-        missing = sorted(self.host.name_of(worker) for worker in root.state.missing)
-        return CallTimeoutError(
-            f"the backward pass ran for more than set timeout ({int((root.begin.timeout or 0) * 1000)} ms); "
-            f"workers {missing} are not done"
-        )
-
-    def _raise(self, root: RootedPass, context: Context) -> None:
-        error, worker = root.error, root.worker
-        assert error is not None
-        if not isinstance(error, Exception):
-            try:
-                raise error
-            finally:
-                del error
-        if isinstance(error, PeerLostError) and error.worker_id >= 0:
-            worker = error.worker_id  # not the worker that noticed it
-        name = self.host.name_of(worker)
-        text = f"Error on Node {worker}: {text_of(error)} (worker {name!r}, in a backward pass)"
-        if awaited := self._awaited(root, context):
-            text = f"{text}. {awaited}"
-        raise BackwardError(text, name, worker) from error
-
-    def _awaited(self, root: RootedPass, context: Context) -> str:
-        """Says what a pass awaited that failed because of a peer: as its participants tell, or as is known here."""
-        error, pass_id = root.error, root.begin.pass_id
-        if not isinstance(error, PeerLostError | CallTimeoutError):
-            return ""
-        lost = {error.worker_id} if isinstance(error, PeerLostError) else set()
-        missing = root.state.missing - lost
-        others = missing - {self._id}
-        answers, _ = self.host.ask(others, state_here, (context.id, pass_id), _ASKING)
-        own = context.failed if context.failed is not None and context.failed.pass_id == pass_id else None
-        states = [s for s in (own, *answers.values()) if s is not None and s.worker in missing]
-        silent = others - {state.worker for state in states}
-        return explain(states, lost=lost, silent=silent, name_of=self.host.name_of)
-
     # -- messages --------------------------------------------------------------------------------------
 
     def on_message(self, peer: int, envelope: Envelope, frames: Any) -> Task | None:
         """Takes a message of a pass, on a thread that reads: what takes longer is returned."""
         if envelope.kind == Kind.GRADIENTS:
-            task = self.parts.on_gradients(peer, envelope, frames)
-            if envelope.autograd is not None and envelope.autograd.done:
-                self._on_done(peer, envelope.autograd.during, None)
+            autograd, task = envelope.autograd, None
+            if autograd is not None and autograd.begin is not None:
+                task = self._on_begin(peer, autograd.begin, envelope.depth)
+            task = self.parts.on_gradients(peer, envelope, frames) or task
+            if autograd is not None and autograd.done:
+                self._on_done(peer, autograd.during, None)
             return task
         match self.host.open_control(envelope, frames):
             case Begin() as begin:
-                if sender_of(begin.pass_id) == peer:
-                    return self.parts.on_begin(begin, envelope.depth)
-                self.parts.disbelieve(peer, f"the begin of pass {begin.pass_id}, whose root it is not")
+                return self._on_begin(peer, begin, envelope.depth)
             case Done(pass_id, failure):
                 return self._on_done(peer, pass_id, failure)
             case End(pass_id, aborted):
-                if sender_of(pass_id) == peer:
+                if pass_id >> COUNTER_BITS == peer:
                     return self.parts.on_end(pass_id, aborted)
                 self.parts.disbelieve(peer, f"the end of pass {pass_id}, whose root it is not")
             case Release(context_id):
                 return partial(self._on_release, context_id, peer)
+        return None
+
+    def _on_begin(self, peer: int, begin: Begin, depth: int) -> Task | None:
+        if begin.pass_id >> COUNTER_BITS == peer:
+            return self.parts.on_begin(begin, depth)
+        self.parts.disbelieve(peer, f"the begin of pass {begin.pass_id}, whose root it is not")
         return None
 
     def _on_done(self, peer: int, pass_id: int, failure: Failure | None) -> Task | None:
@@ -369,7 +318,7 @@ class Engine:
             self._on_success(root, self._id)
             return
         if isinstance(error, LatePassError):
-            error = self._late(root)
+            error = late_error(root, self.host)
         # If the pass was already aborted, the first error wins and this one is dropped.
         self._on(root, root.state.on_report, self._id, error)
 
@@ -390,11 +339,12 @@ class Engine:
         context = self._contexts.take_out(context_id)
         if context is None:
             return set()
-        others = context.known_workers - {told_by, self._id, context.owner}
+        others = context.known_workers - {told_by, self._id, context_id >> COUNTER_BITS}
         for worker in others if tell else ():
             self.tell_released(worker, context_id)
-        ended = UnknownContextError(f"context {context_id} ended while its backward pass ran")
-        self._end(self.parts.of_context(context_id), ended)
+        if self.parts.passes:
+            ended = UnknownContextError(f"context {context_id} ended while its backward pass ran")
+            self._end(self.parts.of_context(context_id), ended)
         return others
 
     def tell_released(self, worker: int, context_id: int) -> None:
@@ -442,9 +392,3 @@ class Engine:
         self._end(self.parts.all(), ended)
         for context in self._contexts.all():
             self._contexts.take_out(context.id)
-
-
-def _share(begin: Begin, plan: Plan, worker: int) -> Begin:
-    """Returns the begin of a pass for one worker: with its Sends, and with the received tensors that grad() wants."""
-    wanted = None if plan.wanted is None else plan.wanted.get(worker, ())
-    return replace(begin, sends=plan.sends.get(worker, ()), wanted=wanted)

@@ -12,7 +12,7 @@ from ..messages import Done, End, Envelope, Failure, Kind, Release
 from ..primitives.waiter import Waiter
 from .contexts import Context
 
-Task = Callable[[], None]
+Task = Callable[[], Any]
 
 
 class Host(Protocol):
@@ -37,7 +37,7 @@ class Host(Protocol):
     def later(self, seconds: float, task: Task) -> Task:
         """A function that has a task run so long after it was called. It takes no lock: finalisers call it."""
 
-    def submit(self, task: Task) -> None: ...
+    def submit(self, task: Callable[[], Any]) -> None: ...
     def new_message_id(self) -> int: ...
     def name_of(self, worker_id: int) -> str: ...
     def encode_error(self, error: BaseException, to: int) -> Failure: ...

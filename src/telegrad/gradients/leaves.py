@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 from _thread import RLock  # threading.RLock is Python code
 from collections.abc import Callable, Iterable
+from functools import partial
+from sys import getrefcount
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -23,30 +25,44 @@ from ..errors import GradientError
 Leaf = torch.Tensor
 
 
-class GradientTable:
+class GradientTable(msgspec.Struct, eq=False):
     """Gradients by leaf. Not locked: users that share it lock."""
 
-    def __init__(self) -> None:
-        self._gradients: dict[Leaf, torch.Tensor] = {}
-        self._events: dict[Leaf, Any] = {}  # recorded on the stream where a device's gradient was made
+    # By the leaf's address, which is the leaf's as long as it is in here: torch's hash of a tensor is Python code.
+    _found: dict[int, tuple[Leaf, torch.Tensor]] = msgspec.field(default_factory=dict)
+    # Recorded on the stream where a device's gradient was made:
+    _events: dict[int, Any] = msgspec.field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self._gradients)
+        return len(self._found)
 
     def add(self, leaf: Leaf, gradient: torch.Tensor) -> None:
         """Adds to what is there. The gradient is the table's from now on."""
-        old = self._gradients.get(leaf)
-        self.replace(leaf, gradient if old is None else accumulated(old, gradient))
+        key = id(leaf)
+        old = self._found.get(key)
+        if old is not None:
+            gradient = accumulated(old[1], gradient)
+        self._found[key] = leaf, gradient
+        if not gradient.is_cpu:
+            self._record(key, gradient)
 
     def replace(self, leaf: Leaf, gradient: torch.Tensor) -> None:
-        self._gradients[leaf] = gradient
-        if not gradient.is_cpu and not gradient.is_meta:
-            self._events[leaf] = torch.accelerator.current_stream(gradient.device).record_event()
+        self._found[id(leaf)] = leaf, gradient
+        if not gradient.is_cpu:
+            self._record(id(leaf), gradient)
+
+    def _record(self, key: int, gradient: torch.Tensor) -> None:
+        if not gradient.is_meta:
+            self._events[key] = torch.accelerator.current_stream(gradient.device).record_event()
 
     def take_over(self, other: GradientTable) -> None:
         """Adds all of another table, which is empty after it."""
-        other._wait_for_events()
-        for leaf, gradient in other._gradients.items():
+        if other._events:
+            other._wait_for_events()
+        elif not self._found:
+            self._found, other._found = other._found, self._found
+            return
+        for leaf, gradient in other._found.values():
             self.add(leaf, gradient)
         other.clear()
 
@@ -54,8 +70,8 @@ class GradientTable:
         """Adds every gradient to its leaf's `.grad`, and empties the table."""
         self._wait_for_events()
         with _touching_grad:
-            for leaf, gradient in self._gradients.items():
-                turn = _turns.get(leaf)
+            for leaf, gradient in self._found.values():
+                turn = _turns.get(leaf) if _turns.data else None
                 if turn is not None and turn.is_taken:
                     turn.to_add.append(gradient)
                 else:
@@ -63,20 +79,26 @@ class GradientTable:
         self.clear()
 
     def get(self, leaf: Leaf) -> torch.Tensor | None:
+        return self.get_all((leaf,))[0]
+
+    def get_all(self, leaves: Iterable[Leaf]) -> list[torch.Tensor | None]:
+        """Returns their gradients; None where there is none."""
         self._wait_for_events()
-        return self._gradients.get(leaf)
+        found, none = self._found, (None, None)
+        return [found.get(id(leaf), none)[1] for leaf in leaves]
 
     def copy(self) -> dict[Leaf, torch.Tensor]:
         """Returns the gradients, once they are there on the caller's streams."""
-        self._wait_for_events()
-        return dict(self._gradients)
+        if self._events:
+            self._wait_for_events()
+        return dict(self._found.values())
 
     def _wait_for_events(self) -> None:
         for event in self._events.values():
             torch.accelerator.current_stream(event.device).wait_event(event)
 
     def clear(self) -> None:
-        self._gradients.clear()
+        self._found.clear()
         self._events.clear()
 
 
@@ -107,7 +129,7 @@ def accumulated(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
 def _references(gradients: tuple[torch.Tensor, ...]) -> tuple[int, int]:
     """Counts how often a prehook's gradient is held, in torch and in Python."""
     gradient = gradients[0]
-    return gradient._use_count(), sys.getrefcount(gradient)  # type: ignore[attr-defined]
+    return gradient._use_count(), getrefcount(gradient)  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -253,30 +275,30 @@ class Capture:
         averaged: dict[int, Leaf] = {}
         for node in nodes:
             leaf = node.variable
-            if _averaged and leaf in _averaged:
+            if _averaged.data and leaf in _averaged:
                 averaged.update((id(other), other) for other in _averaged[leaf])
             elif leaf._post_accumulate_grad_hooks:
                 self._watch_with_hooks(node, leaf)
             else:
-                self._cleanup.append(node.register_prehook(self._taker(leaf)).remove)
+                self._cleanup.append(node.register_prehook(partial(self._take, leaf)).remove)
         for key in sorted(averaged):  # in one order in all passes: each waits for its turn
             leaf = averaged[key]
             turn = _turn_of(leaf)
             turn.begin(leaf, self)
-            self._cleanup.append(functools.partial(self._end_turn, turn, leaf))
+            self._cleanup.append(partial(self._end_turn, turn, leaf))
 
-    def _taker(self, leaf: Leaf) -> Callable[[Any], Any]:
-        def take(gradients: tuple[torch.Tensor, ...]) -> Any:
-            if not self._is_ours():
-                return None
-            if gradients[0] is not None:
-                is_free = _references(gradients) == self._free  # asked first: to name it is to hold it
-                if (self._shared or not is_free) and gradients[0].layout is torch.strided:
-                    is_free = self._is_unshared(gradients[0], is_free)
-                self._add(leaf, _own(gradients[0], leaf, is_free))
-            return (None,)
-
-        return take
+    def _take(self, leaf: Leaf, gradients: tuple[torch.Tensor, ...]) -> Any:
+        if not self._is_ours():
+            return None
+        if gradients[0] is not None:
+            is_free = _references(gradients) == self._free  # asked first: to name it is to hold it
+            gradient = gradients[0]
+            if (self._shared or not is_free) and gradient.layout is torch.strided:
+                is_free = self._is_unshared(gradient, is_free)
+            own = _own(gradient, leaf, is_free)
+            with self._lock:
+                self.gradients.add(leaf, own)
+        return (None,)
 
     def _is_unshared(self, gradient: torch.Tensor, is_free: bool) -> bool:
         address = gradient.data_ptr()
@@ -297,7 +319,7 @@ class Capture:
             if self._is_ours() and (gradient := turn.end(leaf, self)) is not None:
                 self._add(leaf, gradient)
 
-        self._cleanup.append(functools.partial(turn.end, leaf, self))  # where a hook raised, `after` was not called
+        self._cleanup.append(partial(turn.end, leaf, self))  # where a hook raised, `after` was not called
         for handle in (node.register_prehook(before), node.register_hook(after)):
             self._cleanup.append(handle.remove)
 

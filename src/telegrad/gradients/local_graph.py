@@ -9,7 +9,10 @@ not come to.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from .nodes import AccumulateGrad, CheckpointNode, RecvNode
 
@@ -21,52 +24,55 @@ NOTHING: Reach = frozenset()
 _FEW = 8
 
 
-class Graph:
+class Graph(msgspec.Struct, eq=False):
     """The findings of all walks so far. `new_group` gives a group its id."""
 
-    __slots__ = ("_new_group", "checkpoints", "known", "leaves")
-
-    def __init__(self, new_group: Callable[[Reach], int]) -> None:
-        self._new_group = new_group
-        self.known: dict[Node, Reach] = {None: NOTHING}  # where an edge leads nowhere, torch has None for the node
-        self.leaves: list[Node] = []  # AccumulateGrad nodes
-        self.checkpoints: list[Node] = []  # reentrant ones, which run an engine call of their own
+    new_group: Callable[[Reach], int]
+    # Where an edge leads nowhere, torch has None for the node. (partial is no Python code.)
+    known: dict[Node, Reach] = msgspec.field(default_factory=partial(dict, ((None, NOTHING),)))
+    leaves: list[Node] = msgspec.field(default_factory=list)  # AccumulateGrad nodes
+    checkpoints: list[Node] = msgspec.field(default_factory=list)  # reentrant ones, which run an engine call of theirs
 
     def walk(self, starts: Iterable[Edge]) -> Reach:
         """Returns what the edges lead to together."""
         known = self.known
         reach = NOTHING
         for node, _ in starts:
-            if node not in known:
-                self._visit(node)
-            reach = self._union(reach, known[node])
+            found = known.get(node)
+            if found is None:
+                found = self._visit(node)
+            reach = self._union(reach, found) if reach else found
         return reach
 
     def walk_once(self, starts: Iterable[Edge]) -> tuple[Reach, list[Node], list[Node]]:
         """Does the same, but remembers nothing new. Returns also the leaves and checkpoints that are new."""
-        nodes, leaves, checkpoints = len(self.known), len(self.leaves), len(self.checkpoints)
+        known, nodes, leaves, checkpoints = self.known, len(self.known), len(self.leaves), len(self.checkpoints)
         reach = self.walk(starts)
         found = reach, self.leaves[leaves:], self.checkpoints[checkpoints:]
         del self.leaves[leaves:], self.checkpoints[checkpoints:]
-        self._forget_since(nodes)
+        while len(known) > nodes:
+            known.popitem()  # in this order: see clear()
         return found
 
     def clear(self) -> None:
-        self._forget_since(1)
+        # What was found last goes first. The other way round torch would free a deep graph by recursion, and overflow
+        # the stack.
+        known = self.known
+        while len(known) > 1:
+            known.popitem()
         self.leaves.clear()
         self.checkpoints.clear()
 
-    def _forget_since(self, nodes: int) -> None:
-        # What was found last goes first. The other way round torch would free a deep graph by recursion, and overflow
-        # the stack.
-        while len(self.known) > nodes:
-            self.known.popitem()
-
-    def _visit(self, node: Node) -> None:
+    def _visit(self, node: Node) -> Reach:
         """Finds what a node leads to, and all nodes behind it."""
-        if node.__class__ is AccumulateGrad or node.__class__ is RecvNode:
-            self.known[node] = self._end(node)
-            return
+        kind = node.__class__
+        if kind is AccumulateGrad or kind is RecvNode:
+            if kind is RecvNode:
+                reach = self.known[node] = frozenset((node.id,))
+                return reach
+            self.leaves.append(node)
+            self.known[node] = NOTHING
+            return NOTHING
         # Depth first, with a path of our own: graphs are deeper than Python's stack. This loop is hot: down as long as
         # there is something unknown, then up as long as there is not.
         known = self.known
@@ -82,9 +88,14 @@ class Graph:
                     found = known.get(next)
                     if found is None:
                         kind = next.__class__
-                        if kind is not AccumulateGrad and kind is not RecvNode:
+                        if kind is RecvNode:
+                            found = frozenset((next.id,))
+                        elif kind is AccumulateGrad:
+                            self.leaves.append(next)
+                            found = NOTHING
+                        else:
                             break
-                        found = known[next] = self._end(next)
+                        known[next] = found
                     if found is not reach:
                         reach = self._union(reach, found) if reach else found
                 else:
@@ -92,7 +103,7 @@ class Graph:
                     if node.__class__ is CheckpointNode:
                         self.checkpoints.append(node)
                     if not path:
-                        return
+                        return reach
                     node = path.pop()
                     nexts = edges.pop()
                     continue
@@ -101,20 +112,13 @@ class Graph:
             edges.append(nexts)
             node = next
 
-    def _end(self, node: Node) -> Reach:
-        """Returns what a leaf or a Recv leads to."""
-        if node.__class__ is AccumulateGrad:
-            self.leaves.append(node)
-            return NOTHING
-        return frozenset((node.id,))
-
     def _union(self, a: Reach, b: Reach) -> Reach:
         if b <= a:
             return a
         if a <= b:
             return b
         both = a | b
-        return both if len(both) <= _FEW else frozenset((self._new_group(both),))
+        return both if len(both) <= _FEW else frozenset((self.new_group(both),))
 
 
 def leads_to(start: Node, targets: set[tuple[Node, int]], known: dict[Node, bool]) -> bool:

@@ -25,10 +25,11 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .._torch import DisableTorchFunctionSubclass, bind_apply, current_graph_task_id
 from ..errors import GradientError
+from ..messages import LogEntry
 from ..primitives import current
 
 if TYPE_CHECKING:
-    from .local_pass import EngineCall
+    from .engine_call import EngineCall
 
 # Higher than any other but AccumulateGrad's: of all nodes that are ready the engine takes the highest first.
 _FIRST = 2**62
@@ -69,17 +70,15 @@ def running() -> EngineCall | None:
 current.engine_pass = running
 
 
-def starting(call: EngineCall | None) -> None:
+def starting(call: EngineCall) -> None:
     """Says which engine call this thread is about to begin. It must start from the Beacon, too."""
     _thread.starting = call
-    if call is not None and has_devices():
+    if call.has_devices:
         _before_beacon[threading.get_ident()] = threading.Event()
-    else:
-        _has_started()
 
 
 def _has_started() -> None:
-    if _before_beacon and (event := _before_beacon.pop(threading.get_ident(), None)) is not None:
+    if (event := _before_beacon.pop(threading.get_ident(), None)) is not None:
         event.set()
 
 
@@ -92,43 +91,38 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-def has_devices() -> bool:
-    """Says whether torch may run nodes on threads of its own."""
-    return bool(torch.cuda.is_initialized())
-
-
 def ended(call: EngineCall) -> None:
     """Forgets this thread's engine call, which is over."""
-    starting(None)
-    for task, found in list(_running.items()):
-        if found is call:
-            _running.pop(task, None)
+    _thread.starting = None
+    if _before_beacon:
+        _has_started()
+    _running.pop(call.task, None)
 
 
-class Beacon(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        call, _thread.starting = _thread.starting, None
-        if call is not None:
-            _running[current_graph_task_id()] = call
+def _on_beacon(gradients: Any) -> Any:
+    """Runs before the Beacon, the first node of an engine call."""
+    call, _thread.starting = _thread.starting, None
+    if call is not None:
+        call.task = current_graph_task_id()
+        _running[call.task] = call
+        if _before_beacon:
             _has_started()
-        return None
+    return (None,)  # nothing is behind it
+
+
+_TOKEN = torch.zeros(())
 
 
 class Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, id: int, tensor: torch.Tensor) -> torch.Tensor:
         ctx.id = id
-        ctx.set_materialize_grads(False)
-        return torch.zeros(())
+        ctx.materialize_grads = False
+        return _TOKEN.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        call = running()
+        call = _running.get(current_graph_task_id()) or running()
         if call is None:
             raise GradientError(f"the Send of tensor {ctx.id} was run outside of a backward pass")
         return None, call.take(ctx.id)
@@ -146,12 +140,12 @@ class Recv(torch.autograd.Function):
         ctx.place = place  # among the tensors of the message that require grad
         ctx.count = len(tensors)  # of these
         ctx.context = context
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return tensors[place]
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        call = running()
+        call = _running.get(current_graph_task_id()) or running()
         if call is None:
             raise GradientError(
                 f"a backward pass reached a tensor received from another worker (message {ctx.message}, context "
@@ -168,19 +162,25 @@ class Wait(torch.autograd.Function):
     # blocks only when there is nothing else to do. No other node of the pass may have 0: the walk sees to it.
     # Its inputs are leaves, tokens of Sends, and the Wait before it: `leaves` has the ids of the first ones.
     @staticmethod
-    def forward(ctx: Any, message: int, leaves: tuple[int, ...], *inputs: torch.Tensor) -> torch.Tensor:
-        ctx.message = message
+    def forward(ctx: Any, messages: list[int], leaves: list[int], *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.messages = messages
         ctx.leaves = leaves
         ctx.rest = len(inputs) - len(leaves)
-        return torch.zeros(())
+        return _TOKEN.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        call = running()
+        call = _running.get(current_graph_task_id()) or running()
         if call is None:
-            raise GradientError(f"the Wait for message {ctx.message} was run outside of a backward pass")
-        call.wait_for(ctx.message)
+            raise GradientError(f"the Wait for message {ctx.messages[0]} was run outside of a backward pass")
+        call.wait_for(ctx.messages)
         return None, None, *map(call.take, ctx.leaves), *(gradient,) * ctx.rest
+
+
+for _kind in (Send, Recv, Wait):
+    # torch's own `apply` of a node, in Python, first looks which of `backward` and `vjp` its Function has.
+    _node: Any = _kind._backward_cls
+    _node.apply = _kind.backward
 
 
 # In graphs, profiles and anomaly mode these have the names that torch's own nodes have. A Wait stands for all that was
@@ -200,14 +200,17 @@ _recv_node.__eq__ = _is_of_same_message
 _recv_node.__hash__ = object.__hash__
 
 # torch's Function.apply, without what it does for transforms (vmap and the like) that none of these nodes meets.
-_apply_beacon, _apply_send, _apply_recv, _apply_wait = (bind_apply(None, kind) for kind in (Beacon, Send, Recv, Wait))
+_apply_send, _apply_recv, _apply_wait = (bind_apply(None, kind) for kind in (Send, Recv, Wait))
 
 
 def make_beacon() -> torch.Tensor:
-    """Makes a Beacon; returns its token. It can be used any number of times, by any thread."""
+    """Makes a Beacon, a node of torch's own that keeps nothing; returns its token. It can be used any number of times,
+    by any thread."""
     with torch.enable_grad(), torch.inference_mode(False):
-        token: torch.Tensor = _apply_beacon(torch.empty(0, requires_grad=True))
-    token.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
+        token = torch.zeros((), requires_grad=True).clone()
+    node: Any = token.grad_fn
+    node._set_sequence_nr(_FIRST)
+    node.register_prehook(_on_beacon)
     return token
 
 
@@ -239,23 +242,25 @@ def alias_of(leaf: torch.Tensor) -> torch.Tensor | None:
         return leaf.view_as(leaf)
 
 
-def make_recvs(message: int, ids: Sequence[int], context: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def make_recvs(
+    message: int, sent: Sequence[LogEntry], context: int, tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """Returns the tensors of a message, each with a Recv as its history."""
     if not torch.is_grad_enabled():
         with torch.enable_grad():
-            return make_recvs(message, ids, context, tensors)
+            return make_recvs(message, sent, context, tensors)
     received = []
-    for place, id in enumerate(ids):
-        tensor = _apply_recv(torch.empty(0, requires_grad=True), id, message, place, context, tensors)
+    for place, entry in enumerate(sent):
+        tensor = _apply_recv(torch.empty(0, requires_grad=True), entry.id, message, place, context, tensors)
         tensor.grad_fn._set_sequence_nr(_SOON)
         received.append(tensor)
     return received
 
 
-def make_wait(message: int, leaves: tuple[int, ...], inputs: list[torch.Tensor]) -> torch.Tensor:
+def make_wait(messages: list[int], leaves: list[int], inputs: list[torch.Tensor]) -> torch.Tensor:
     """Makes a Wait; returns its token. The engine comes to it when there is nothing else to do.
     The caller has enabled grad mode, and disabled __torch_function__ of subclasses."""
-    token: torch.Tensor = _apply_wait(message, leaves, *inputs)
+    token: torch.Tensor = _apply_wait(messages, leaves, *inputs)
     token.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
     return token
 

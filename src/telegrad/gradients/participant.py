@@ -18,15 +18,16 @@ import torch
 
 from ..errors import NotStartedError, PeerLostError, TooLargeError, UnknownContextError, text_of
 from ..events import logger
-from ..messages import COUNTER_BITS, Autograd, Begin, Done, Envelope, Gradients, Kind, Member, sender_of, shortened
-from ..options import SHARED_MEMORY_FROM
+from ..messages import COUNTER_BITS, Begin, Done, Envelope, Kind, Member, sender_of, shortened
 from ..primitives import clock, current
 from .backward_pass import Commit, Discard, Interrupt, Late, Part, PartInstruction, Report, Start, State, Wake
 from .contexts import Context, Contexts
 from .diagnosis import PartState
+from .engine_call import EngineCall
 from .host import Host, Task, tell
-from .local_pass import EngineCall, Gradient, LocalPass
-from .torch_modes import applied
+from .local_pass import Arrived, LocalPass
+from .outbox import Poster
+from .torch_modes import applied, restore_defaults
 
 _TOMBSTONES = 10_000
 _EARLY = 60.0  # seconds that gradients wait for the begin of their pass
@@ -49,22 +50,20 @@ class Parts:
         self._host = host
         self._report_here = report_here
         self._lock = RLock()  # guards all below; held for a moment only
-        self._passes: dict[int, LocalPass] = {}
+        self.passes: dict[int, LocalPass] = {}  # by id; single lookups go without the lock
         self._over: OrderedDict[int, None] = OrderedDict()  # tombstones
         self._closed = False
+        self.poster = Poster(host, self.all, self._on_local_end)
 
     def __len__(self) -> int:
-        return len(self._passes)
-
-    def find(self, pass_id: int) -> LocalPass | None:
-        return self._passes.get(pass_id)
+        return len(self.passes)
 
     def all(self) -> list[LocalPass]:
         with self._lock:
-            return list(self._passes.values())
+            return list(self.passes.values())
 
     def of_context(self, context_id: int) -> list[LocalPass]:
-        if not self._passes:
+        if not self.passes:
             return []
         return [local for local in self.all() if local.context is not None and local.context.id == context_id]
 
@@ -79,18 +78,18 @@ class Parts:
         with self._lock:
             if self._closed:
                 raise NotStartedError(f"worker {self._name!r} has shut down")
-            self._passes[local.pass_id] = local
-        if self._contexts.find(local.context.id) is None:
+            self.passes[local.pass_id] = local
+        if local.context.id not in self._contexts.live:
             # It has ended since. From here on its end would end the pass.
             with self._lock:
-                self._passes.pop(local.pass_id, None)
+                self.passes.pop(local.pass_id, None)
             self._contexts.get(local.context.id)
 
     # -- messages: on threads that read, so nothing may block or run users' code -----------------------
 
     def on_begin(self, begin: Begin, depth: int) -> Task | None:
-        root_id = sender_of(begin.pass_id)
-        context = self._contexts.get_or_make(begin.context)
+        root_id = begin.pass_id >> COUNTER_BITS
+        context = self._contexts.live.get(begin.context) or self._contexts.get_or_make(begin.context)
         local = None if context is None else self._find_or_make(begin.pass_id)
         if local is None or context is None:
             what = f"the begin of pass {begin.pass_id} came after the end of it or its context"
@@ -105,51 +104,60 @@ class Parts:
         local.context, local.begin, local.depth = context, begin, depth
         if begin.timeout is not None:
             local.deadline = clock.now() + begin.timeout + _GRACE
-        return self._while_reading(local, local.begins(self._contexts))
+        instructions = local.start(self._contexts)
+        return self.carry_out(local, instructions, reading=True) if instructions else None
 
     def _refuse(self, pass_id: int, root_id: int, reason: Exception) -> None:
         tell(self._host, root_id, Kind.DONE, Done(pass_id, self._host.encode_error(reason, root_id)))
 
     def on_gradients(self, peer: int, envelope: Envelope, frames: Any) -> Task | None:
-        """Keeps the gradients of a message. They are decoded when the engine comes to them."""
-        autograd, message = envelope.autograd, envelope.reply_to
-        pass_id = autograd.during if autograd is not None else 0
-        context = self._contexts.live.get(autograd.context) if autograd is not None else None
-        sent = None if context is None else context.sends.get(message)
-        if sent is None:  # it was sent in another context, or there is no such message any more
-            sent = self._contexts.find_sent_anywhere(message)
-        is_over = pass_id in self._over or context is None
-        if not is_over and (sent is None or sent.to != peer):
-            self.disbelieve(peer, f"gradients of message {message}, which it was not sent")
+        """Keeps the gradients of one message or several. They are decoded when the engine comes to them."""
+        autograd = envelope.autograd
+        if autograd is None:
+            self.disbelieve(peer, f"gradients of message {envelope.reply_to}, of no pass")
             return None
-        local = None if is_over else self._find_or_make(pass_id)
-        if local is None:
-            logger.info("the gradients of message %d came after the end of pass %d", message, pass_id)
-            return None
-        with local.lock:
-            instructions = local.part.on_gradients(message)
-            if message in local.part.arrived and not local.interrupted:
-                local.frames.setdefault(message, (envelope, frames))
-        return self._while_reading(local, instructions)
+        pass_id, context = autograd.during, self._contexts.live.get(autograd.context)
+        messages = (envelope.reply_to, *autograd.more)
+        arrived = Arrived(envelope, frames, messages)
+        task: Task | None = None
+        for message in messages:
+            sent = None if context is None else context.sends.get(message)
+            if sent is None:  # it was sent in another context, or there is no such message any more
+                sent = self._contexts.find_sent_anywhere(message)
+            is_over = pass_id in self._over or context is None
+            if not is_over and (sent is None or sent.to != peer):
+                self.disbelieve(peer, f"gradients of message {message}, which it was not sent")
+                return task
+            local = None if is_over else self.passes.get(pass_id) or self._find_or_make(pass_id)
+            if local is None:
+                logger.info("the gradients of message %d came after the end of pass %d", message, pass_id)
+                return task
+            with local.lock:
+                instructions = local.part.on_gradients(message)
+                if message in local.part.arrived and not local.interrupted:
+                    local.arrived.setdefault(message, arrived)
+            if instructions:
+                task = self.carry_out(local, instructions, reading=True) or task
+        return task
 
     def on_end(self, pass_id: int, aborted: str) -> Task | None:
-        local = self._passes.get(pass_id)
+        local = self.passes.get(pass_id)
         if local is None:
             with self._lock:
-                self._bury_locked(pass_id)
+                self._over[pass_id] = None
             return None
         with local.lock:
             instructions = local.part.on_end(aborted)
-        return self._while_reading(local, instructions, aborted)
+        return self.carry_out(local, instructions, aborted, reading=True)
 
     def _find_or_make(self, pass_id: int) -> LocalPass | None:
         """Returns this worker's part in a pass; None if that is over."""
         with self._lock:
             if pass_id in self._over or self._closed:
                 return None
-            local = self._passes.get(pass_id)
+            local = self.passes.get(pass_id)
             if local is None:
-                local = self._passes[pass_id] = LocalPass(pass_id, Part())
+                local = self.passes[pass_id] = LocalPass(pass_id, Part(), clock.now())
             return local
 
     def disbelieve(self, peer: int, what: str) -> None:
@@ -171,41 +179,43 @@ class Parts:
             instructions = local.part.on_local_end(error)
         self.carry_out(local, instructions)
 
-    def _while_reading(self, local: LocalPass, instructions: list[PartInstruction], reason: str = "") -> Task | None:
-        """Carries out at once what takes no time; the rest is returned."""
-        slow: tuple[type, ...] = (Start, Report, Commit)
-        if local.begin is not None and local.begin.into_grad:
-            slow = (Start, Report)  # `.grad` must be there before any call that was sent after the end is run
-        now: list[PartInstruction] = []
+    def carry_out(
+        self, local: LocalPass, instructions: list[PartInstruction], reason: str = "", *, reading: bool = False
+    ) -> Task | None:
+        """Carries out what follows from an event. A thread that reads does what takes no time, and returns the rest."""
         later: list[PartInstruction] = []
-        for instruction in instructions:
-            (later if isinstance(instruction, slow) else now).append(instruction)
-        if now or local.part.is_over:
-            self.carry_out(local, now, reason)
-        return partial(self.carry_out, local, later) if later else None
-
-    def carry_out(self, local: LocalPass, instructions: list[PartInstruction], reason: str = "") -> None:
         for instruction in instructions:
             match instruction:
                 case Start():
-                    self._run(local)
+                    if reading:
+                        later.append(instruction)
+                    else:
+                        self._run(local)
                 case Wake(message):
                     with local.lock:
                         waiter = local.waiters.pop(message, None)
                     if waiter is not None:
                         waiter.set_done()
+                case Report(error):
+                    if reading:
+                        later.append(instruction)
+                    else:
+                        self._report(local, error)
+                case Commit():
+                    # With `into_grad`, `.grad` must be there before any call that was sent after the end is run.
+                    if reading and not (local.begin and local.begin.into_grad):
+                        later.append(instruction)
+                    else:
+                        self._commit(local)
                 case Interrupt():
                     local.interrupt(self._id, reason or "it failed")
-                case Report(error):
-                    self._report(local, error)
-                case Commit():
-                    self._commit(local)
                 case Discard():
                     self._forget(local)
                 case Late(what):
                     logger.info("worker %r: %s came after the end of pass %d", self._name, what, local.pass_id)
-        if local.part.is_over:
+        if local.part.is_over and not local.settled.done:
             local.settled.set_done()
+        return partial(self.carry_out, local, later) if later else None
 
     def _run(self, local: LocalPass) -> None:
         error: BaseException | None = None
@@ -213,13 +223,21 @@ class Parts:
         if events.subscribers:
             running = events.span("pass", "pass", local.pass_id, self._host.name_of(sender_of(local.pass_id)))
         try:
-            call = EngineCall(local, self._contexts, self._host, self._post_gradients)
+            call = EngineCall(local, self._contexts, self._host, self.poster)
+            modes = None if local.begin is None else local.begin.modes
             if local.on_own_thread:
                 call.run()
-            else:
-                assert local.begin is not None
-                with applied(local.begin.modes):
+            elif modes is None:
+                try:
                     call.run()
+                finally:
+                    restore_defaults()
+            else:
+                with applied(modes):
+                    call.run()
+            root_id = local.pass_id >> COUNTER_BITS
+            if local.outboxes.keys() - {root_id}:
+                self.poster.flush(local, but=root_id)  # what goes to the root goes with the report
         except BaseException as raised:
             error = raised
         if running is not None:
@@ -229,39 +247,14 @@ class Parts:
         finally:
             error = None  # its traceback has this frame: only the collector would find the two
 
-    def _post_gradients(
-        self, local: LocalPass, message: int, gradients: tuple[Gradient, ...], *, done: bool = False
-    ) -> None:
-        """Sends the gradients of a received message. Another thread writes what is large."""
-        context, begin = local.context, local.begin
-        assert context is not None
-        assert begin is not None
-        autograd = Autograd(context.id, during=local.pass_id, done=done)
-        envelope = Envelope(Kind.GRADIENTS, self._host.new_message_id(), message, autograd=autograd)
-        tracked = context if begin.create_graph else None
-        left = None if local.deadline is None else max(0.0, local.deadline - clock.now())
-        post = partial(self._host.post, message >> COUNTER_BITS, envelope, Gradients(gradients), left, tracked)
-        if done or sum(map(_size_of, gradients)) < SHARED_MEMORY_FROM:
-            post()
-        else:
-            self._host.submit(partial(self._post_large, local, post))
-
-    def _post_large(self, local: LocalPass, post: Task) -> None:
-        try:
-            post()
-        except Exception as error:
-            self._on_local_end(local, error)
-
     def _report(self, local: LocalPass, error: BaseException | None) -> None:
         root_id = local.pass_id >> COUNTER_BITS
         if root_id == self._id:
             self._report_here(local, error)
             return
+        outbox = local.outboxes.get(root_id)
         try:
-            if error is None and local.last is not None:
-                last, local.last = local.last, None
-                self._post_gradients(local, *last, done=True)
-            else:
+            if error is not None or outbox is None or not self.poster.post(local, outbox, done=True):
                 self._post_done(local.pass_id, root_id, error)
         except PeerLostError as lost:
             logger.info("the root of pass %d is gone: %s", local.pass_id, str(lost))
@@ -309,16 +302,13 @@ class Parts:
     def _forget(self, local: LocalPass) -> None:
         with self._lock:
             if local.part.is_over:
-                self._passes.pop(local.pass_id, None)
-                self._bury_locked(local.pass_id)
+                self.passes.pop(local.pass_id, None)
+                self._over[local.pass_id] = None
+                if len(self._over) > _TOMBSTONES:
+                    self._over.popitem(last=False)
         if local.part.state is not State.FINISHED:
             with local.committing:
                 local.gradients = None
-
-    def _bury_locked(self, pass_id: int) -> None:
-        self._over[pass_id] = None
-        if len(self._over) > _TOMBSTONES:
-            self._over.popitem(last=False)
 
     # -- questions -------------------------------------------------------------------------------------
 
@@ -335,7 +325,7 @@ class Parts:
 
     def state_of(self, context_id: int, pass_id: int) -> PartState | None:
         """Says how far a pass is here, or was when it failed; None if nothing is known of it."""
-        local, context = self._passes.get(pass_id), self._contexts.find(context_id)
+        local, context = self.passes.get(pass_id), self._contexts.find(context_id)
         if local is not None:
             return local.describe(self._id)
         failed = None if context is None else context.failed
@@ -379,9 +369,3 @@ class Parts:
         """Takes part in nothing new."""
         with self._lock:
             self._closed = True
-
-
-def _size_of(gradient: Gradient) -> int:
-    if gradient is None:
-        return 0
-    return gradient.nbytes if gradient.layout is torch.strided else SHARED_MEMORY_FROM

@@ -7,8 +7,9 @@ edges  -> the Recvs that they lead to (local_graph.py) -> the closure over depen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import torch
 
 from ..errors import GradientError, UnknownContextError
@@ -18,11 +19,13 @@ from .dependency_log import MissingEntryError, flatten_groups, useful
 from .local_graph import Edge, Node, find_received, leads_to
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """The participants of a pass."""
 
     sends: dict[int, tuple[int, ...]]  # by worker: the tensors that it has sent and that will get gradients
+    # Workers that get gradients from others than the root, too, and perhaps before the root's own reach them: they must
+    # hear of the pass at once. The others hear of it with the root's first gradients.
+    apart: frozenset[int] = frozenset()
     wanted: dict[int, tuple[int, ...]] | None = None  # by worker, for grad(): the received tensors that matter
 
 
@@ -32,11 +35,25 @@ class Planner:
         self._contexts = contexts
         self._name_of = name_of
 
-    def plan(self, received: Iterable[int], edges: Sequence[Edge]) -> Plan:
+    def plan(self, context: Context, received: Iterable[int], edges: Sequence[Edge]) -> Plan:
         """Plans a pass over everything that the edges lead to, through these received tensors."""
         if not received:
-            return Plan({})
-        return Plan(_by_worker(self._closure(received, edges)))
+            return _NO_ONE
+        sends: dict[int, Any] = {}
+        apart: set[int] = set()
+        own, here = self._id, context.received
+        for id in self._closure(received, edges):
+            if id > 0:  # else it is a group
+                worker = id >> COUNTER_BITS
+                if worker in sends:
+                    sends[worker].append(id)
+                else:
+                    sends[worker] = [id]
+                if id not in here and worker != own:
+                    apart.add(worker)
+        for worker, ids in sends.items():
+            sends[worker] = tuple(sorted(ids))
+        return Plan(sends, frozenset(apart))
 
     def plan_for(self, context: Context, received: Iterable[int], edges: Sequence[Edge], targets: set[Edge]) -> Plan:
         """Plans a pass over what leads from the edges to the targets, which are this worker's."""
@@ -55,7 +72,14 @@ class Planner:
             wanted.setdefault(id >> COUNTER_BITS, set()).update(
                 flatten_groups(entries[id].depends_on, entries) & reached
             )
-        return Plan(_by_worker(reached), {worker: tuple(sorted(ids)) for worker, ids in wanted.items()})
+        sends: dict[int, list[int]] = {}
+        for id in sorted(reached):
+            sends.setdefault(id >> COUNTER_BITS, []).append(id)
+        return Plan(
+            {worker: tuple(ids) for worker, ids in sends.items()},
+            frozenset(sends) - {self._id},
+            {worker: tuple(sorted(ids)) for worker, ids in wanted.items()},
+        )
 
     def _closure(self, received: Iterable[int], edges: Sequence[Edge]) -> dict[int, LogEntry]:
         try:
@@ -70,13 +94,7 @@ class Planner:
             ) from None
 
 
-def _by_worker(ids: Iterable[int]) -> dict[int, tuple[int, ...]]:
-    """Sorts tensors by the worker that has sent them. Groups are left out."""
-    found: dict[int, list[int]] = {}
-    for id in ids:
-        if id > 0:
-            found.setdefault(id >> COUNTER_BITS, []).append(id)
-    return {worker: tuple(sorted(own)) for worker, own in found.items()}
+_NO_ONE = Plan({})
 
 
 def edge_of(tensor: torch.Tensor) -> Edge:
@@ -88,19 +106,12 @@ def edge_of(tensor: torch.Tensor) -> Edge:
     return edge.node, edge.output_nr
 
 
-def no_leaves(roots: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Puts a node in front of roots that are leaves: a leaf's own would run before the Beacon, so before it is known
-    which pass the engine call belongs to."""
-    if all(root.grad_fn is not None for root in roots):
-        return roots
-    with torch.enable_grad():
-        return [root if root.grad_fn is not None else root.view_as(root) for root in roots]
-
-
 def checked_roots(
     roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] | None
-) -> tuple[list[Edge], tuple[torch.Tensor, ...]]:
-    """Returns the edges of the roots, and their gradients: ones, unless others are given.
+) -> tuple[list[Edge], Sequence[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """Returns the edges of the roots; what the engine is to start from; and the gradients: ones, unless others are
+    given. In front of a root that is a leaf comes a node: a leaf's own would run before the Beacon, so before it is
+    known which pass the engine call belongs to.
 
     Raises:
         GradientError: in this order: none given, no grad required, no scalar, no gradient function, gradients that
@@ -125,10 +136,16 @@ def checked_roots(
                 f"the gradient of root {place} has shape {tuple(given.shape)}, the root has {tuple(root.shape)}"
             )
         found.append(torch.ones_like(root, requires_grad=False) if given is None else given)
-    edges = []
+    edges, starts = [], list(roots)
     for place, root in enumerate(roots):
+        node = root.grad_fn
+        if node is not None:
+            edges.append((node, root.output_nr))
+            continue
         try:
             edges.append(edge_of(root))
         except RuntimeError as error:
             raise GradientError(f"root {place} does not have a valid gradient function.") from error
-    return edges, tuple(found)
+        with torch.enable_grad():
+            starts[place] = root.view_as(root)
+    return edges, starts, tuple(found)

@@ -54,6 +54,7 @@ class _LocalOptimizer:
         self._params = list({id(param): param for group in values for param in group}.values())
         twins = {id(param): _twin(param) for param in self._params}
         self._twins = list(twins.values())
+        self._addresses = _addresses_of(self._twins)
         parts: list[Any] = [
             {**options, "params": [twins[id(param)] for param in group]}
             for (options, _), group in zip(groups, values, strict=True)
@@ -71,37 +72,40 @@ class _LocalOptimizer:
                 self.optimizer.param_groups[group][name] = value
             self._version = version
 
-    def step(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        addresses = []
-        for place, param in enumerate(self._params):
-            address = _address_of(param)
-            if address != _address_of(self._twins[place]):
-                self._renew(place)  # the parameter has got other memory, as by Module.to()
-            addresses.append(address)
-            self._twins[place].grad = gradients.get(param)
-        try:
-            with self._together():
-                self.optimizer.step()
-        finally:
-            for place, twin in enumerate(self._twins):
-                twin.grad = None
-                if addresses[place] != _address_of(twin):
-                    self._params[place].data = twin.data  # it was the optimizer that gave it other memory
-                    self._renew(place)
+    @property
+    def params(self) -> list[torch.Tensor]:
+        return self._params
 
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """Has the parameters of a group taken together (foreach), where the user has not said how: fewer calls."""
+    def step(self, gradients: list[torch.Tensor | None]) -> None:
+        """Makes a step with these gradients of the parameters."""
+        twins, addresses = self._twins, _addresses_of(self._params)
+        if addresses != self._addresses:  # a parameter has got other memory, as by Module.to()
+            for place, address in enumerate(addresses):
+                if address != self._addresses[place]:
+                    self._renew(place)
+            self._addresses = addresses
+        for twin, gradient in zip(twins, gradients, strict=True):
+            twin.grad = gradient
+        # The parameters of a group are taken together, where the user has not said how: fewer calls.
         groups: list[Options] = []
         if type(self.optimizer) in _SAME_TOGETHER:
             groups = [group for group in self.optimizer.param_groups if _is_open(group)]
         for group in groups:
             group["foreach"] = True
         try:
-            yield
+            self.optimizer.step()
         finally:
             for group in groups:
                 group["foreach"] = None
+            for twin in twins:
+                twin.grad = None
+            after = _addresses_of(twins)
+            if after != addresses:
+                for place, address in enumerate(after):
+                    if address != addresses[place]:
+                        self._params[place].data = twins[place].data  # the optimizer gave it other memory
+                        self._renew(place)
+                self._addresses = after
 
     def _renew(self, place: int) -> None:
         old, new = self._twins[place], _twin(self._params[place])
@@ -171,9 +175,12 @@ def _twin(param: torch.Tensor) -> torch.Tensor:
     return twin
 
 
-def _address_of(tensor: torch.Tensor) -> int:
-    """A twin keeps its memory, so the same address is the same memory."""
-    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+def _addresses_of(tensors: list[torch.Tensor]) -> list[int]:
+    """Where their memory is: a twin keeps its memory, so the same address is the same memory. 0 for sparse ones."""
+    try:
+        return [*map(torch.Tensor.data_ptr, tensors)]
+    except RuntimeError:
+        return [tensor.data_ptr() if tensor.layout is torch.strided else 0 for tensor in tensors]
 
 
 def _is_open(group: Options) -> bool:
@@ -191,7 +198,12 @@ def create(
 
 
 def step(id: int, version: int, news: News | None, context_id: int) -> None:
-    gradients = _gradients(context_id)  # before the lock: this may wait for the end of a pass
+    params = value_here(id).params
+    worker = current_worker()
+    gradients: list[torch.Tensor | None] = [None] * len(params)
+    if worker.contexts.find(context_id) is not None or worker.contexts.was_released(context_id):
+        # Before the lock: this may wait for the end of a pass.
+        gradients = worker.engine.gradients_of(context_id, params)
     with _alone(id, version, news) as local:
         local.step(gradients)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from .._torch import current_graph_task_id
 from ..errors import NotStartedError
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from ..worker import Worker
 
 
-@dataclass(slots=True)
-class Serving:
+class Serving(msgspec.Struct, eq=False):
     """The incoming call that this code runs in."""
 
     caller: str

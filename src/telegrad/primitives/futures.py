@@ -32,7 +32,7 @@ class Future(torch.futures.Future[Any]):
         self.call: PendingCall | None = None
         self._help_wait = help_wait
         self._log_later = log_later
-        self._has_callbacks = False
+        self.has_callbacks = False  # completing it runs users' code
         self._failure: _Failure | None = None
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -54,11 +54,11 @@ class Future(torch.futures.Future[Any]):
         return BaseFuture.wait(self)
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
-        self._has_callbacks = True
+        self._with_callback()
         return super().then(callback)
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        self._has_callbacks = True
+        self._with_callback()
         super().add_done_callback(callback)
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -81,37 +81,42 @@ class Future(torch.futures.Future[Any]):
 
     # -- for the worker --------------------------------------------------------------------------------
 
-    @property
-    def has_callbacks(self) -> bool:
-        """Whether completing it runs users' code."""
-        return self._has_callbacks
-
     def fail(self, make_error: Callable[[], BaseException], description: str) -> None:
         """Completes it with an error, made anew for each thread that asks.
 
         torch keeps the function below where the garbage collector cannot see it. An exception that it held
         would hold the frames that it passed through, and with them this future, for ever.
         """
-        failure = self._failure = _Failure(repr(make_error()), description)
+        text = f"{description} failed, and no one waited for it: {make_error()!r}"
+        seen: list[None] = []
+        self._failure = _Failure(text, seen, self._log_later)
+        if self.has_callbacks:  # after that, so that a callback which is added meanwhile sees the failure, or is seen
+            seen.append(None)
 
         def unwrap(_: object) -> Any:
-            failure.observed = True
+            seen.append(None)
             raise make_error()
 
         # torch calls this for each that asks for the value, wait_all() and collect_all() included.
         self._set_unwrap_func(unwrap)
         self.set_result(None)
 
-    @finaliser
-    def __del__(self) -> None:
-        # It may run on any thread, under any lock, so it leaves a note and does no more.
-        failure = getattr(self, "_failure", None)
-        if failure is not None and not failure.observed and not self._has_callbacks:
-            self._log_later(f"{failure.description} failed, and no one waited for it: {failure.error}")
+    def _with_callback(self) -> None:
+        self.has_callbacks = True
+        if self._failure is not None:
+            self._failure.seen.append(None)
 
 
 class _Failure:
-    def __init__(self, error: str, description: str) -> None:
-        self.error = error
-        self.description = description
-        self.observed = False
+    """What is logged when a future dies, unless it was seen. Only futures that failed have a finaliser."""
+
+    def __init__(self, text: str, seen: list[None], log_later: Callable[[str], None]) -> None:
+        self._text = text
+        self.seen = seen
+        self._log_later = log_later
+
+    @finaliser
+    def __del__(self) -> None:
+        # It may run on any thread, under any lock, so it leaves a note and does no more.
+        if not self.seen:
+            self._log_later(self._text)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import msgspec
+
 from .interrupts import blocking
 
 
-class Waiter:
+class Waiter(msgspec.Struct, eq=False, kw_only=True):
     """An event that is done once, and wakes all threads that wait for it.
 
     A thread that waits appends a function to `wakes` and looks at `done` after that; `set_done` sets `done` first and
@@ -16,11 +18,8 @@ class Waiter:
     called once. To wake in vain does no harm.
     """
 
-    __slots__ = ("done", "wakes")
-
-    def __init__(self) -> None:
-        self.done = False
-        self.wakes: list[Callable[[], object]] = []  # its single operations are atomic
+    done: bool = False
+    wakes: list[Callable[[], object]] = []  # its single operations are atomic
 
     def set_done(self) -> None:
         """Wakes all threads that wait. From any thread, any number of times."""

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ..errors import RemoteError, RemoteTraceback, text_of
 from ..primitives.futures import Future
 from ..primitives.interrupts import finaliser, interruptible, is_interrupt
@@ -22,21 +24,18 @@ if TYPE_CHECKING:
 Task = Callable[[], None]
 
 
-class Owned:
+class Owned(msgspec.Struct, eq=False):
     """A value of this worker."""
 
-    __slots__ = ("begun", "credits", "error", "handles", "id", "is_set", "owner", "value", "waiting")
-
-    def __init__(self, id: int, owner: int) -> None:
-        self.id = id
-        self.owner = owner
-        self.handles = 0  # here, and messages that were read and not decoded yet
-        self.credits: dict[int, int] = {}  # by worker, each above zero; its own: messages in flight to itself
-        self.begun = False  # the message that creates it has come
-        self.is_set = False
-        self.value: Any = None
-        self.error: Callable[[], BaseException] | None = None  # makes what its creation raised, anew for each reader
-        self.waiting: list[Task] = []  # called when it is set; they keep it as a handle does
+    id: int
+    owner: int
+    handles: int = 0  # here, and messages that were read and not decoded yet
+    credits: dict[int, int] = {}  # by worker, each above zero; its own: messages in flight to itself
+    begun: bool = False  # the message that creates it has come
+    is_set: bool = False
+    value: Any = None
+    error: Callable[[], BaseException] | None = None  # makes what its creation raised, anew for each reader
+    waiting: list[Task] = []  # called when it is set; they keep it as a handle does
 
     def give_credit(self, worker: int) -> None:
         self.credits[worker] = self.credits.get(worker, 0) + 1
@@ -61,19 +60,16 @@ class Owned:
             future.set_result(self.value)
 
 
-class Held:
+class Held(msgspec.Struct, eq=False):
     """A value of another worker."""
 
-    __slots__ = ("confirmed", "creation", "credits", "handles", "id", "is_orphan", "owner")
-
-    def __init__(self, id: int, owner: int) -> None:
-        self.id = id
-        self.owner = owner
-        self.handles = 0  # here, on loan, messages that were read and not decoded yet, Holds that were not sent yet
-        self.credits = 0  # to be given back
-        self.confirmed = False  # the owner keeps it for us
-        self.is_orphan = False  # the owner is gone, or cannot be told of it: no loan would ever be returned
-        self.creation: PendingCall | None = None  # the call that creates it, at the worker that made it
+    id: int
+    owner: int
+    handles: int = 0  # here, on loan, messages that were read and not decoded yet, Holds that were not sent yet
+    credits: int = 0  # to be given back
+    confirmed: bool = False  # the owner keeps it for us
+    is_orphan: bool = False  # the owner is gone, or cannot be told of it: no loan would ever be returned
+    creation: PendingCall | None = None  # the call that creates it, at the worker that made it
 
     @property
     def is_being_created(self) -> bool:

@@ -26,7 +26,7 @@ ends no loans but those of its own values: anything else is logged, and changes 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -139,14 +139,15 @@ class References(OwnedValues):
 
     # -- handles in messages ---------------------------------------------------------------------------
 
-    def outgoing(self, envelope: Envelope, entries: Iterable[Entry], to: int) -> None:
+    def outgoing(self, envelope: Envelope, entries: Sequence[Entry], to: int) -> None:
         """Notes in the envelope what the message lends, each of these once; and what is to go back there."""
         lent = []
         dead: list[Owned] = []
         with self._lock:
-            self._count_locked(dead)
+            if self.let_go_here:
+                self._count_locked(dead)
             back = self.to_go_back.pop(to, ())
-            for entry in {entry.id: entry for entry in entries}.values():
+            for entry in {entry.id: entry for entry in entries}.values() if entries else ():
                 loan = 0
                 if isinstance(entry, Owned):
                     entry.give_credit(to)

@@ -4,7 +4,7 @@ call         the caller's thread waits, and reads the answer itself if no other 
 call_async   a future waits
 create       no thread waits: the result stays with its owner
 post         a one-way message, of gradients and references
-on_answer    completes the call, on the thread that has read the answer; fail: with an error instead
+complete     on the thread that has read the answer; fail: with an error instead
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from functools import partial
 from signal import SIGINT
 from typing import TYPE_CHECKING, Any
 
-from .._torch import BaseFuture, current_graph_task_id
+from torch import is_grad_enabled, is_inference_mode_enabled
+
+from .._torch import BaseFuture, current_graph_task_id, is_any_autocast_enabled
 from ..errors import (
     CallTimeoutError,
     DecodeError,
-    EncodeError,
-    GradientError,
     HandedOverError,
     PeerLostError,
     RemoteError,
@@ -31,7 +31,6 @@ from ..errors import (
     text_of,
 )
 from ..events import Span, logger
-from ..gradients.attach import NoHistoryError
 from ..gradients.contexts import Context
 from ..gradients.torch_modes import current_modes
 from ..messages import Call, Envelope, Failure, Kind, WorkerInfo
@@ -42,9 +41,10 @@ from ..references.entries import Entry, Held
 from ..serialization.codec import Body, Codec
 from ..transport.base import Connection
 from . import profiled_calls
+from .call_errors import why_no_answer, why_not_sent
 from .peers import Peer, Peers
-from .pending import PendingCall, PendingCalls, effective_timeout
-from .reader import Incoming, Reader
+from .pending import UNSET_TIMEOUT, PendingCall, PendingCalls, effective_timeout
+from .reader import Reader
 from .threads import Threads
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 To = str | int | WorkerInfo
 Function = Callable[..., Any]
 Kwargs = dict[str, Any] | None
+
+_CALL = int(Kind.CALL)
 
 
 class Calls:
@@ -119,7 +121,7 @@ class Calls:
         try:
             if thread.is_main and getsignal(SIGINT) is not on_signal:
                 interrupts.guard()
-            self._pending.expire_in_time(self._start(to, body, timeout, future))
+            self._start(to, body, timeout, future)
         finally:
             thread.critical = 0
             if interrupts.deferred:
@@ -129,7 +131,7 @@ class Calls:
     def _call_later(self, to: To, body: Call, timeout: float | None, future: Future) -> None:
         """Makes a call of a finaliser that ran inside of telegrad's own code: see interrupts.py."""
         try:
-            self._pending.expire_in_time(self._start(to, body, timeout, future))
+            self._start(to, body, timeout, future)
         except Exception as error:
             text, kind = str(error), type(error)
             future.fail(lambda: kind(text), f"a call to worker {to!r} that a finaliser made")
@@ -137,16 +139,18 @@ class Calls:
     def create(self, to: To, body: Call, timeout: float | None) -> Entry:
         """Has another worker create a value. The entry counts as a handle: this is called in a critical section, in
         which it becomes one."""
-        limit = effective_timeout(timeout, self._worker.options.rpc_timeout, None)
-        try:
-            peer, _ = self._reach(to, limit)
-        except CallTimeoutError as error:
-            if not isinstance(error.__cause__, PeerLostError) or error.__cause__.worker_id < 0:
-                raise
-            return self._late_creation(error.__cause__.worker_id, limit, str(error))
+        peer = self._peers.known_peers.get(to) if isinstance(to, (str, int)) else None
+        if peer is None or peer.connection is None:
+            limit = effective_timeout(timeout, self._worker.options.rpc_timeout, None)
+            try:
+                peer, _ = self._reach(to, limit)
+            except CallTimeoutError as error:
+                if not isinstance(error.__cause__, PeerLostError) or error.__cause__.worker_id < 0:
+                    raise
+                return self._late_creation(error.__cause__.worker_id, limit, str(error))
         entry = self._worker.references.new(peer.member.id)
         try:
-            self._pending.expire_in_time(self._start(entry.owner, body, timeout, None, entry))
+            self._start(entry.owner, body, timeout, None, entry)
         except BaseException:
             if isinstance(entry, Held) and entry.creation is not None:
                 self._worker.references.let_go(entry)  # it is handed over, and will be created there
@@ -160,7 +164,7 @@ class Calls:
         so when the value is asked for."""
         entry = Held(self._worker.new_message_id(), owner)
         entry.handles = 1
-        entry.creation = PendingCall(entry.id, "", self._peers.name_of(owner), limit, 1)
+        entry.creation = PendingCall(entry.id, "", self._peers.name_of(owner), limit, None)
         self.fail(entry.creation, partial(CallTimeoutError, text))
         return entry
 
@@ -173,7 +177,7 @@ class Calls:
 
         def send() -> None:
             try:
-                self._pending.expire_in_time(self._start(entry.owner, body, timeout, None, entry))
+                self._start(entry.owner, body, timeout, None, entry)
             except Exception as error:
                 # As a text: a log handler that keeps its records must not keep the frames of the error.
                 logger.warning("worker %r: rpc.remote() in a finaliser failed: %s", self._worker.name, text_of(error))
@@ -186,33 +190,43 @@ class Calls:
         self, to: To, body: Call, timeout: float | None, future: Future | None, creates: Entry | None = None
     ) -> PendingCall:
         """Sends a call. It is pending from before its message is written until it completes."""
-        worker, serving = self._worker, current.current_serving()
+        worker, serving, context_id = self._worker, current.serving.get(), current.context_id.get()
+        if current_graph_task_id() >= 0:  # in torch's engine, which may run this on a thread of its own
+            serving, context_id = current.current_serving(), current.current_context_id()
         if current.thread.relieve is not None:
             current.thread.relieve()
-        limit = effective_timeout(timeout, worker.options.rpc_timeout, serving.deadline if serving else None)
-        depth = serving.depth + 1 if serving else 1
+        if serving is None and (timeout is None or timeout == UNSET_TIMEOUT):
+            limit, depth = worker.options.rpc_timeout or None, 1
+        else:
+            limit = effective_timeout(timeout, worker.options.rpc_timeout, serving.deadline if serving else None)
+            depth = serving.depth + 1 if serving else 1
         peer = self._peers.known_peers.get(to) if isinstance(to, (str, int)) else None
         if peer is None or (connection := peer.connection) is None:
             peer, connection = self._reach(to, limit)
-        name = getattr(body.function, "__qualname__", None) or repr(body.function)
-        call = PendingCall(worker.new_message_id(), name, peer.member.name, limit, depth)
-        call.future = future
-        call.caller_waits = future is None and creates is None
+        function = body.function
+        name = getattr(function, "__qualname__", None) or repr(function)
+        call = PendingCall(
+            worker.new_message_id(), name, peer.member.name, limit, None if limit is None else clock.now() + limit,
+            depth, connection, peer.window, future, future is None and creates is None,
+        )  # fmt: skip
         if future is not None:
             future.call = call
-        call.connection = connection
-        call.window = peer.window
-        envelope = Envelope(Kind.CALL, call.id, 0, limit, depth, current_modes())
+        modes = None
+        if not is_grad_enabled() or is_inference_mode_enabled() or is_any_autocast_enabled():
+            modes = current_modes()
+        envelope = Envelope(_CALL, call.id, 0, limit, depth, modes)
         if creates is not None:
             envelope.creates = creates.id
             if isinstance(creates, Held):
                 creates.creation = call
         if profiled_calls.running:
             mode = "remote" if creates is not None else "sync" if future is None else "async"
-            call.profiled = profiled_calls.begin(mode, body.function, worker.name, call.peer)
+            call.profiled = profiled_calls.begin(mode, function, worker.name, call.peer)
             if call.profiled is not None:
                 envelope.profiling = call.profiled.asks
-        context = worker.attach.current() if current.context_id.get() or current_graph_task_id() >= 0 else None
+        context = None
+        if context_id:
+            context = worker.contexts.live.get(context_id) or worker.attach.current()
         self._pending.calls[call.id] = call
         try:
             worker.send(connection, envelope, body, limit, call, context)
@@ -224,7 +238,7 @@ class Calls:
                 call.leave_window()
                 if error.interrupt is not None:
                     raise error.interrupt from None
-                raise self._translated(error, call, body) from error
+                raise why_not_sent(worker, self._codec, error, call, body) from error
         except BaseException as error:
             call.stop_reading()
             if isinstance(creates, Held):
@@ -233,7 +247,7 @@ class Calls:
                 call.profiled.sent()
             if self._pending.take(call.id) is not None:
                 call.leave_window()
-                translated = self._translated(error, call, body)
+                translated = why_not_sent(worker, self._codec, error, call, body)
                 if translated is error:
                     raise
                 raise translated from error
@@ -241,6 +255,8 @@ class Calls:
         finally:
             if call.profiled is not None and not call.caller_waits:
                 call.profiled.sent()
+        if not call.caller_waits and call.deadline is not None and call.deadline < self._pending.next_look:
+            self._pending.expire_by(call.deadline)
         return call
 
     def _reach(self, to: To, timeout: float | None) -> tuple[Peer, Connection]:
@@ -253,24 +269,6 @@ class Calls:
             # Whether it lives is not known: there was no time to find out.
             late = f"RPC ran for more than set timeout ({timeout * 1000:.0f} ms): {error}"
             raise CallTimeoutError(late) from error
-
-    def _translated(self, error: BaseException, call: PendingCall, body: Call) -> BaseException:
-        """The error that the caller of a call sees, which could not be sent."""
-        assert call.connection is not None
-        if isinstance(error, EncodeError):
-            values = [*body.args, *(body.kwargs or {}).values()]
-            track = self._worker.attach.current() is not None
-            culprit = self._codec.first_unsendable(values, call.connection.peer, track=track)
-            what = "the function" if culprit is None else f"an argument, a {type(culprit).__name__},"
-            return EncodeError(f"{what} of the call of {call.function} on worker {call.peer!r} cannot be sent: {error}")
-        if isinstance(error, TransportError):
-            self._worker.on_lost(call.connection, str(error))
-            return PeerLostError(f"worker {call.peer!r} is gone, the call of {call.function} was not sent: {error}")
-        if isinstance(error, TimeoutError) and not isinstance(error, CallTimeoutError):
-            late = call.timeout_error()()
-            late.add_note(str(error))
-            return late
-        return error
 
     def post(self, to: int, envelope: Envelope, body: Body, timeout: float | None, context: Context | None) -> None:
         """Sends a one-way message.
@@ -308,14 +306,22 @@ class Calls:
     # -- waiting ---------------------------------------------------------------------------------------
 
     def _wait_for(self, call: PendingCall, timeout: float | None) -> None:
-        """Waits for the future of a call."""
-        with interrupts.critical():
+        """Waits for the future of a call. Not in a critical section: see Future.wait."""
+        thread = current.thread
+        thread.critical = 1
+        try:
+            if thread.is_main and getsignal(SIGINT) is not on_signal:
+                interrupts.guard()
             waiting = self._report_wait(call) if self._worker.events.subscribers else None
             try:
                 self._reader.wait_for(call, timeout)
             finally:
                 if waiting is not None:
                     waiting.end()
+        finally:
+            thread.critical = 0
+            if interrupts.deferred:
+                interrupts.deliver()
 
     def _report_wait(self, call: PendingCall) -> Span:
         return self._worker.events.span("wait", "call", call.id, call.peer, call.function)
@@ -338,24 +344,22 @@ class Calls:
 
     # -- in --------------------------------------------------------------------------------------------
 
-    def on_answer(self, message: Incoming, *, may_run_callbacks: bool) -> None:
-        """Completes the call that a message answers. Callbacks of its future run on this thread, or on another one."""
-        call, envelope = message.call, message.envelope
-        if call is None:
-            self.late_answers += 1
-            logger.debug("an answer to message %d came too late and was dropped", envelope.reply_to)
-            return
-        call.envelope, call.frames = envelope, message.frames
-        self._complete(call, may_run_callbacks=may_run_callbacks)
+    def on_late_answer(self, envelope: Envelope) -> None:
+        """Drops the answer to a call that has completed already."""
+        self.late_answers += 1
+        logger.debug("an answer to message %d came too late and was dropped", envelope.reply_to)
 
     def fail(self, call: PendingCall, make_error: Callable[[], BaseException]) -> None:
         """Completes a call with an error, after it was taken out of the pending ones."""
         call.make_error = make_error
-        self._complete(call, may_run_callbacks=False)
+        self.complete(call, may_run_callbacks=False)
 
-    def _complete(self, call: PendingCall, *, may_run_callbacks: bool) -> None:
+    def complete(self, call: PendingCall, *, may_run_callbacks: bool) -> None:
+        """Completes a call, which has its answer or its error. Callbacks of its future run on this thread, or on
+        another one."""
         if call.nbytes:
-            call.leave_window()
+            call.window.leave(call.nbytes, call.depth)
+            call.nbytes = 0
         future = call.future
         if future is None:
             if not call.caller_waits:
@@ -410,7 +414,7 @@ class Calls:
                 else:
                     value = body.value
             except DecodeError as error:
-                call.make_error = _no_answer(call, error)
+                call.make_error = why_no_answer(call, error)
         return value if call.profiled is None else call.profiled.answered(value)
 
     def error_of(self, failure: Failure, peer: str) -> Exception:
@@ -432,15 +436,3 @@ class Calls:
     def log_notes(self) -> None:
         while self._to_log:
             logger.warning("worker %r: %s", self._worker.name, self._to_log.popleft())
-
-
-def _no_answer(call: PendingCall, error: DecodeError) -> Callable[[], BaseException]:
-    """Makes the error of a call whose answer cannot be decoded. It does not refer to the call: see Future.fail."""
-    of_call = f"worker {call.peer!r} to the call of {call.function}"
-    if isinstance(error.__cause__, NoHistoryError):
-        return partial(
-            GradientError,
-            f"the answer of {of_call} in autograd context {call.context} has {error.__cause__} and no history: no "
-            "gradient would go back. Has the context ended there?",
-        )
-    return partial(DecodeError, f"the answer of {of_call} cannot be rebuilt here: {error}")

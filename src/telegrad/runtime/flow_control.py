@@ -23,22 +23,26 @@ class Window:
         self._bytes: dict[int, int] = {}  # by depth
         self._waiting: list[Waiter] = []  # its single operations are atomic
 
-    def enter(self, nbytes: int, depth: int, timeout: float | None) -> bool:
-        """Counts the bytes in, when there is room (one message always fits); False after `timeout` seconds."""
+    def enter(self, nbytes: int, depth: int, timeout: float | None) -> None:
+        """Counts the bytes in, when there is room. One message always fits.
+
+        Raises:
+            TimeoutError: there was none for `timeout` seconds.
+        """
         deadline: float | None = None
         while True:
             with self._lock:
                 used = self._bytes.get(depth, 0)
                 if not used or used + nbytes <= self._limit:
                     self._bytes[depth] = used + nbytes
-                    return True
+                    return
                 waiter = Waiter()
                 self._waiting.append(waiter)  # under the lock, so that bytes which leave from here on see it
             if timeout is not None:
                 deadline = clock.now() + timeout if deadline is None else deadline
                 timeout = deadline - clock.now()
                 if timeout <= 0:
-                    return False
+                    raise TimeoutError(f"{self.bytes_in_flight()} bytes of calls to it are unanswered")
             waiter.sleep(timeout)
 
     def leave(self, nbytes: int, depth: int) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CallTimeoutError
 from ..events import logger
 from ..messages import Envelope
-from ..options import SHARED_MEMORY_FROM
 from ..primitives import clock
 from ..primitives.waiter import Waiter
 from ..transport.base import Connection, Frames
@@ -24,37 +23,29 @@ UNSET_TIMEOUT = -1.0  # torch's mark for "the default"
 OVERHEAD_BYTES = 1024  # counted for each call in flight beside its bytes: a million tiny calls are not free
 
 
-class PendingCall(Waiter):
+class PendingCall(Waiter, eq=False):
     """A call, from when it is sent until it was answered, failed or timed out. The thread that takes it out of
     `PendingCalls` completes it, so it completes once."""
 
-    __slots__ = (
-        "caller_waits", "claimed", "connection", "context", "deadline", "depth", "envelope", "frames", "function",
-        "future", "id", "make_error", "nbytes", "peer", "profiled", "reading", "sent", "timeout", "window",
-    )  # fmt: skip
-    window: Window  # given before it is sent
-
-    def __init__(self, id: int, function: str, peer: str, timeout: float | None, depth: int) -> None:
-        self.done = False  # as in Waiter
-        self.wakes = []
-        self.id = id
-        self.function = function
-        self.peer = peer
-        self.timeout = timeout
-        self.deadline = None if timeout is None else clock.now() + timeout
-        self.depth = depth
-        self.connection: Connection | None = None
-        self.context = 0  # of autograd, in which it was sent; 0: none
-        self.nbytes = 0  # counted in the window
-        self.future: Future | None = None
-        self.envelope: Envelope | None = None
-        self.frames: Frames | None = None
-        self.make_error: Callable[[], BaseException] | None = None  # makes a new one for each thread that asks
-        self.caller_waits = True  # on this thread, at once
-        self.sent = False  # until then the thread that sends it watches its deadline
-        self.claimed = False  # the answer was read, and is being handed on
-        self.profiled: ProfiledCall | None = None  # of a caller that is profiled
-        self.reading = False  # its caller holds the read lease since before it was written
+    id: int
+    function: str
+    peer: str
+    timeout: float | None
+    deadline: float | None  # clock.now() + timeout, when it was made
+    depth: int = 1
+    connection: Connection | None = None
+    window: Window = None  # type: ignore[assignment]  # that its bytes are counted in; given before it is sent
+    future: Future | None = None
+    caller_waits: bool = True  # on this thread, at once
+    context: int = 0  # of autograd, in which it was sent; 0: none
+    nbytes: int = 0  # counted in the window
+    envelope: Envelope | None = None
+    frames: Frames | None = None
+    make_error: Callable[[], BaseException] | None = None  # makes a new one for each thread that asks
+    sent: bool = False  # until then the thread that sends it watches its deadline
+    claimed: bool = False  # the answer was read, and is being handed on
+    profiled: ProfiledCall | None = None  # of a caller that is profiled
+    reading: bool = False  # its caller holds the read lease since before it was written
 
     def left(self) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - clock.now())
@@ -65,22 +56,6 @@ class PendingCall(Waiter):
             self.reading = False
             assert self.connection is not None
             self.connection.lease.release()
-
-    def admit(self, nbytes: int) -> None:
-        """Before it is written: waits for its place among the bytes in flight.
-
-        Raises:
-            TimeoutError: there was none in time.
-        """
-        nbytes += OVERHEAD_BYTES
-        window, connection = self.window, self.connection
-        assert connection is not None
-        if not window.enter(nbytes, self.depth, self.timeout):
-            raise TimeoutError(f"{window.bytes_in_flight()} bytes of calls to it are unanswered")
-        self.nbytes = nbytes
-        if self.caller_waits and nbytes < SHARED_MEMORY_FROM:
-            # The answer may be here before the write returns: be the thread that reads it.
-            self.reading = connection.lease.try_take()
 
     def leave_window(self) -> None:
         """Gives back its place among the bytes in flight. Any number of times."""
@@ -113,7 +88,7 @@ class PendingCalls:
         self.calls: dict[int, PendingCall] = {}  # by message id; its single operations are atomic
         self._on_expired = on_expired
         self._lock = threading.Lock()  # guards all below
-        self._next_look = float("inf")
+        self.next_look = float("inf")  # read with no lock
         self._set_timer = new_timer(self._expire)
 
     def __len__(self) -> int:
@@ -143,34 +118,32 @@ class PendingCalls:
         calls = [c for c in list(self.calls.values()) if connection is None or c.connection is connection]
         return [c for c in calls if self.take(c.id) is not None]
 
-    def expire_in_time(self, call: PendingCall) -> None:
-        """Expires the call at its deadline. Calls whose callers wait watch themselves."""
-        if call.deadline is None or call.deadline >= self._next_look:
-            return
+    def expire_by(self, deadline: float) -> None:
+        """Looks at the deadlines of calls no later than by then. Calls whose callers wait watch themselves; for any
+        other whose deadline is before `next_look` this must be called."""
         with self._lock:
-            if call.deadline < self._next_look:
-                self._next_look = call.deadline
-                self._set_timer(call.deadline - clock.now())
+            if deadline < self.next_look:
+                self.next_look = deadline
+                self._set_timer(deadline - clock.now())
 
     def _expire(self) -> None:
         """Completes the calls whose time is over, and sets the timer for the next one."""
         with self._lock:
-            self._next_look = float("inf")  # a call that comes from here on sets the timer itself
+            self.next_look = float("inf")  # a call that comes from here on sets the timer itself
         now = clock.now()
-        soonest: PendingCall | None = None
+        soonest = float("inf")
         for call in list(self.calls.values()):
             if call.deadline is None or not call.sent:
                 continue
             if call.deadline > now:
-                if soonest is None or call.deadline < soonest.deadline:  # type: ignore[operator]
-                    soonest = call
+                soonest = min(soonest, call.deadline)
             elif self.take(call.id) is not None:
                 try:
                     self._on_expired(call)
                 except Exception:  # the deadlines of others go on
                     logger.exception("a call of %s on worker %r could not be expired", call.function, call.peer)
-        if soonest is not None:
-            self.expire_in_time(soonest)
+        if soonest < float("inf"):
+            self.expire_by(soonest)
 
 
 def effective_timeout(asked: float | None, default: float, enclosing: float | None) -> float | None:

@@ -21,13 +21,14 @@ from ..events import Events, logger
 from ..messages import Envelope, Kind
 from ..primitives import clock, current, interrupts
 from ..primitives.waiter import Waiter
-from ..serialization.codec import Codec
+from ..serialization.codec import KINDS, decode_envelope, not_understood
 from ..transport.base import Connection, Frames
 from ..transport.lease import ReadLease, Turn
 from .pending import PendingCall, PendingCalls
 from .threads import Threads
 
 _GRACE = 1.0  # seconds
+_CALL = int(Kind.CALL)
 _ANSWERS = frozenset((int(Kind.REPLY), int(Kind.FAILURE)))
 
 
@@ -41,13 +42,9 @@ class Incoming(msgspec.Struct, eq=False):
     call: PendingCall | None  # that an answer completes
     task: Callable[[], None] | None  # what is left to do for a message of a backward pass
 
-    @property
-    def is_answer(self) -> bool:
-        return self.envelope.kind in _ANSWERS
-
 
 def _answers_first(message: Incoming) -> bool:
-    return not message.is_answer
+    return message.envelope.kind not in _ANSWERS
 
 
 class Reader:
@@ -57,7 +54,6 @@ class Reader:
         self,
         name: str,
         lease: ReadLease,
-        codec: Codec,
         pending: PendingCalls,
         threads: Threads,
         events: Events,
@@ -73,7 +69,6 @@ class Reader:
     ) -> None:
         self._name = name
         self._lease = lease
-        self._codec = codec
         self._pending = pending
         self._threads = threads
         self._events = events
@@ -96,13 +91,26 @@ class Reader:
         linger = 0.0
         try:
             while found := self._read(linger):
-                called = not all(message.is_answer for message in found)
-                if called and len(found) > 1:
+                called = answered = False
+                for message in found:
+                    if message.envelope.kind in _ANSWERS:
+                        answered = True
+                    else:
+                        called = True
+                if called and answered:
                     found.sort(key=_answers_first)
                 turn.waiting.extend(found)
                 del found
-                if not self._run_waiting(turn):
-                    return
+                while turn.waiting:
+                    message = turn.waiting.popleft()
+                    turn.leave()
+                    try:
+                        self._receive(message, None)
+                    except BaseException:  # also a SystemExit: the thread is the worker's, and reads for all
+                        logger.exception("worker %r: a message could not be handled", self._name)
+                    del message
+                    if not turn.take_back():
+                        return
                 # A caller is likely to call again at once: to be there saves it a wake-up.
                 linger = lease.linger if called else 0.0
                 if not linger:
@@ -110,20 +118,6 @@ class Reader:
                     return
         finally:
             turn.end()
-
-    def _run_waiting(self, turn: Turn) -> bool:
-        """Hands on what was read, one after the other; whether the thread still has the lease after it."""
-        while turn.waiting:
-            message = turn.waiting.popleft()
-            turn.leave()
-            try:
-                self._receive(message, None)
-            except BaseException:  # also a SystemExit: the thread is the worker's, and reads for all
-                logger.exception("worker %r: a message could not be handled", self._name)
-            del message
-            if not turn.take_back():
-                return False
-        return True
 
     def _hand_on(self, message: Incoming) -> None:
         self._threads.submit(lambda: self._receive(message, None))
@@ -161,17 +155,23 @@ class Reader:
 
     def _open(self, connection: Connection, frames: Frames, found: list[Incoming]) -> None:
         """Opens a message, and does what must be done in the order of messages."""
-        envelope = self._codec.open(frames)
+        try:
+            envelope = decode_envelope(frames.header)
+            kind = envelope.kind
+        except msgspec.MsgspecError:
+            kind = -1
+        if kind not in KINDS:
+            raise not_understood(frames.header)
         opened = time.perf_counter() if envelope.profiling is not None else 0.0
         call = deadline = task = None
         if envelope.autograd is not None:
             self._merge(envelope, connection)
         if envelope.lent or envelope.creates or envelope.dropped:
             frames.keep = self._arrive(envelope, connection.peer.id)
-        if envelope.kind == Kind.CALL:
+        if kind == _CALL:
             if envelope.timeout is not None:
                 deadline = clock.now() + envelope.timeout
-        elif envelope.kind in _ANSWERS:
+        elif kind in _ANSWERS:
             call = self._pending.claim(envelope.reply_to, connection)
         else:
             task = self._on_control(connection.peer.id, envelope, frames)
@@ -198,7 +198,7 @@ class Reader:
         try:
             for message in found:
                 left -= 1
-                if message.envelope.kind == Kind.CALL or message.task is not None:
+                if message.envelope.kind == _CALL or message.task is not None:
                     self._hand_on(message)
                 else:
                     self._receive(message, here)

@@ -7,7 +7,9 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .._torch import BaseFuture
+from torch import is_grad_enabled
+
+from .._torch import BaseFuture, is_any_autocast_enabled
 from ..errors import CallTimeoutError, DecodeError, EncodeError, TooLargeError, TransportError
 from ..events import logger
 from ..gradients.torch_modes import applied, restore_defaults
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from ..worker import Worker
     from .reader import Incoming
 
+_REPLY = int(Kind.REPLY)
 SLOW = 3e-4  # seconds; a function that took longer had better not run on a thread that holds the lease
 _MOST_SLOW = 10_000  # names
 
@@ -72,7 +75,8 @@ class Server:
                 try:
                     result, is_async = self._run(message)
                 finally:
-                    restore_defaults()
+                    if not is_grad_enabled() or is_any_autocast_enabled():
+                        restore_defaults()
             else:
                 with applied(envelope.modes):
                     result, is_async = self._run(message)
@@ -153,9 +157,10 @@ class Server:
         worker = self._worker
         if call.creates:
             result = self._keep(call.creates, result)
-        envelope = Envelope(Kind.REPLY, worker.new_message_id(), call.id)
+        envelope = Envelope(_REPLY, worker.new_message_id(), call.id)
+        context = None if call.autograd is None else worker.attach.context_of(call)
         try:
-            worker.send(connection, envelope, Reply(result), None, None, worker.attach.context_of(call))
+            worker.send(connection, envelope, Reply(result), None, None, context)
             self._serving.pop(call.id, None)
         except TransportError as error:
             self._give_up(connection, call, error)

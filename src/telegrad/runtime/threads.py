@@ -109,7 +109,11 @@ class Threads:
         """The next things to do; None if this thread should end. Counted as idle when called; when it returns, not."""
         idle_since = clock.now()
         while True:
-            found = None if self._closed else self._take() or self._poller.poll(self._idle_timeout) or self._take()
+            found: list[Task] | None = None
+            if not self._closed:
+                found = (self._tasks and self._take()) or self._poller.poll(self._idle_timeout)
+                if not found and self._tasks:
+                    found = self._take()
             with self._lock:
                 if found or self._closed:
                     self._idle -= 1

@@ -1,9 +1,9 @@
 """Message to frames and back: the envelope as msgpack, the body as a pickle with large memory beside it.
 
-    pack(body)              -> Packed            the body as bytes, and the tensors in it that require grad
-    seal(envelope, packed)  -> Frames(header, [skeleton, definitions?, buffer, ...])
-    open(frames)            -> Envelope          cheap, runs no user code: may be done while reading
-    decode(frames)          -> body              runs users' constructors: never while reading
+    pack(body)                 -> Packed(b"", [skeleton, definitions?, buffer, ...]), with the tensors that require grad
+    encode_envelope(envelope)  -> the header, which Worker.send puts into it: the envelope is fixed there
+    decode_envelope(header)    -> Envelope     cheap, runs no user code: may be done while reading
+    decode(frames)             -> body         runs users' constructors: never while reading
 
 The skeleton starts with the function's name, in a call whose function has one that the callee can look up (see
 by_name.py), or its number, where it was sent by value before (see by_value_cache.py). Behind it come the values (see
@@ -53,13 +53,14 @@ BODIES: dict[int, type[Call | Reply | Failure]] = {Kind.CALL: Call, Kind.REPLY: 
 _CONTROLS = {Kind.BEGIN: Begin, Kind.DONE: Done, Kind.END: End, Kind.RELEASE: Release,
              Kind.HOLD: Hold, Kind.DROP: Drop, Kind.RETURN: Return}  # fmt: skip
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
+CONTROLS = frozenset(_CONTROLS.values())
+encode_control = encode_envelope = msgspec.msgpack.Encoder().encode
+decode_envelope = msgspec.msgpack.Decoder(Envelope).decode  # raises msgspec.MsgspecError
 _decode_control: dict[int, Callable[[Buffer], Control]] = {
     kind: msgspec.msgpack.Decoder(body).decode for kind, body in _CONTROLS.items()
 }
 
-_KINDS = range(min(Kind), max(Kind) + 1)
+KINDS = frozenset(map(int, Kind))
 _REPLY = int(Kind.REPLY)
 
 _HEAD = struct.Struct("<BH")  # what the values are, and the length of the function's name
@@ -67,12 +68,22 @@ _FIELDS, _ARGS, _ARGS_AND_KWARGS = 0, 1, 2  # the body's fields; the arguments o
 _CARRIES = 0x80  # added to the above: the second buffer has definitions
 
 
-class Packed(msgspec.Struct, eq=False):
-    """A body as bytes, with no envelope yet."""
+def not_understood(header: bytes) -> DecodeError:
+    """The error of a header that `decode_envelope` does not understand, or whose kind is none of KINDS."""
+    try:
+        envelope = decode_envelope(header)
+    except msgspec.MsgspecError as error:
+        return DecodeError(f"a message with an envelope that makes no sense: {error}")
+    return DecodeError(
+        f"message {envelope.id} is of kind {envelope.kind}, which is none of {min(Kind)} to {max(Kind)}; "
+        "do both workers run the same version of telegrad?"
+    )
 
-    buffers: list[Buffer]
-    keep: list[Any]
-    tracked: Sequence[torch.Tensor]  # those that require grad; empty unless they were asked for
+
+class Packed(Frames, eq=False):
+    """A message that is on its way out. It has no header before `encode_envelope`."""
+
+    tracked: Sequence[torch.Tensor] = ()  # those that require grad; empty unless they were asked for
     handles: Sequence[Handle] = ()  # to values of workers
 
 
@@ -81,7 +92,7 @@ class Codec(Values):
 
     def __init__(self, worker_id: int, main: str) -> None:
         super().__init__(worker_id)
-        self._main = main
+        self._main = main or None  # None: not known, and so no peer's
         self._names = Names()
         self.unanswered = self.definitions.unanswered  # not empty: tell `on_answer` of answers
 
@@ -89,14 +100,12 @@ class Codec(Values):
 
     def pack(self, envelope: Envelope, body: Body, peer: Hello, *, track: bool = False) -> Packed:
         """A body as bytes; with `track`, also the tensors in it that require grad. Only the kind and the id of the
-        envelope must be known by now: `seal` takes all of it.
+        envelope must be known by now. What is in CONTROLS needs none of this: see encode_control.
 
         Raises:
             EncodeError: something in the body cannot be pickled, or not tracked.
         """
-        if isinstance(body, Control):
-            return Packed([_encode(body)], [], ())
-        message = Outgoing(peer, self._main, track=track)
+        message = Outgoing(peer.id, peer.main == self._main, [] if track else None)
         try:
             name, values, shape = b"", None, _FIELDS
             if type(body) is Call and (
@@ -119,11 +128,7 @@ class Codec(Values):
         except BaseException as error:
             raise EncodeError(reason_of(error)) from error
         skeleton = b"".join((_HEAD.pack(shape, len(name)), name, pickled))
-        return Packed([skeleton, *buffers], message.keep, message.tracked or (), message.handles or ())
-
-    def seal(self, envelope: Envelope, packed: Packed) -> Frames:
-        """A message, ready to be written. The envelope is fixed here, and nowhere before."""
-        return Frames(_encode(envelope), packed.buffers, packed.keep)
+        return Packed(b"", [skeleton, *buffers], message.keep, message.tracked or (), message.handles or ())
 
     def not_sent(self, envelope: Envelope) -> None:
         """Notes that a message was packed, and not sent."""
@@ -133,7 +138,7 @@ class Codec(Values):
         """The first of the values that cannot be pickled, for an error message; None if all can."""
         for value in values:
             try:
-                self.dump((value,), Outgoing(peer, self._main, track=track))
+                self.dump((value,), Outgoing(peer.id, peer.main == self._main, [] if track else None))
             except BaseException as error:
                 if is_interrupt(error):
                     raise
@@ -141,23 +146,6 @@ class Codec(Values):
         return None
 
     # -- decoding --------------------------------------------------------------------------------------
-
-    def open(self, frames: Frames) -> Envelope:
-        """The envelope.
-
-        Raises:
-            DecodeError: it is not one.
-        """
-        try:
-            envelope = _decode_envelope(frames.header)
-        except msgspec.MsgspecError as error:
-            raise DecodeError(f"a message with an envelope that makes no sense: {error}") from error
-        if envelope.kind not in _KINDS:
-            raise DecodeError(
-                f"message {envelope.id} is of kind {envelope.kind}, which is none of {_KINDS[0]} to {_KINDS[-1]}; "
-                "do both workers run the same version of telegrad?"
-            )
-        return envelope
 
     def open_control(self, envelope: Envelope, frames: Frames) -> Control:
         """The body of a message that has nothing of users' in it: may be done while reading.
@@ -217,8 +205,8 @@ class Codec(Values):
 
     def encode_exception(self, error: BaseException, traceback: str, peer: Hello) -> Failure:
         """An exception as a body that can always be sent."""
-        message = Outgoing(peer, self._main)
-        message.carried = message.handles = None  # it is unpickled by itself, and perhaps never
+        # It is unpickled by itself, and perhaps never, so it carries nothing.
+        message = Outgoing(peer.id, peer.main == self._main, carried=None, handles=None)
         try:
             pickled, _ = self.dump_nested((error,), message, in_band=True)
         except BaseException as failed:

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
-from ..messages import Hello
 from .handles import Handle
 
 if TYPE_CHECKING:
@@ -16,19 +16,16 @@ if TYPE_CHECKING:
     from .values import Values
 
 
-class Outgoing:
+class Outgoing(msgspec.Struct, eq=False):
     """A message that is being pickled."""
 
-    __slots__ = ("peer", "same_main", "keep", "carried", "tracked", "handles")
-
-    def __init__(self, peer: Hello, main: str, *, track: bool = False) -> None:
-        self.peer = peer.id
-        self.same_main = peer.main != "" and peer.main == main  # whether the peer runs the same script as this worker
-        self.keep: list[Any] = []  # what the memory of tensors belongs to
-        self.carried: list[Definition] | None = []  # None: it cannot carry any
-        # The tensors that require grad, in a message whose gradients will be asked for; None in any other.
-        self.tracked: list[torch.Tensor] | None = [] if track else None
-        self.handles: list[Handle] | None = []  # None: it cannot carry any
+    peer: int
+    same_main: bool  # whether the peer runs the same script as this worker
+    # The tensors that require grad, in a message whose gradients will be asked for; None in any other.
+    tracked: list[torch.Tensor] | None = None
+    keep: list[Any] = []  # what the memory of tensors belongs to
+    carried: list[Definition] | None = []  # None: it cannot carry any
+    handles: list[Handle] | None = []  # None: it cannot carry any
 
 
 class unpickling:

@@ -41,6 +41,12 @@ FLAGS = 4  # their place in a description
 # memoryview in it, Python 3.11 crashes.
 _array_type = functools.lru_cache(maxsize=4096)(lambda nbytes: ctypes.c_char * nbytes)
 
+# ctypes.string_at is Python code. A bytearray arrives writable.
+_copied = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
+)
+_EXPANDED_FROM = 4096  # bytes; what is smaller is packed faster than it is taken apart
+
 _BY_ROW = {torch.sparse_csr, torch.sparse_bsr}
 _BY_COLUMN = {torch.sparse_csc, torch.sparse_bsc}
 
@@ -149,16 +155,23 @@ def describe(tensor: torch.Tensor, keep: list[Any]) -> tuple[Any, ...] | None:
         tensor = tensor.cpu()
     shape, stride = tensor.shape, tensor.stride()
     if not tensor.is_contiguous():
-        if 0 in stride:
+        if 0 not in stride:
+            if not _is_dense(tensor):
+                tensor = tensor.contiguous()
+                stride = tensor.stride()
+        elif tensor.nbytes < _EXPANDED_FROM:
+            tensor = tensor.contiguous()
+            stride = tensor.stride()
+        else:
             # Expanded, as many gradients are: what is there once is sent once.
             tensor = tensor[tuple([slice(0, 1) if step == 0 else slice(None) for step in stride])]
-        if not _is_dense(tensor):
-            tensor = tensor.contiguous()
-        stride = tuple([0 if step == 0 else own for step, own in zip(stride, tensor.stride(), strict=True)])
+            if not _is_dense(tensor):
+                tensor = tensor.contiguous()
+            stride = tuple([0 if step == 0 else own for step, own in zip(stride, tensor.stride(), strict=True)])
     nbytes = tensor.nbytes
     memory: Any
     if nbytes < SHARED_MEMORY_FROM:
-        memory = bytearray(ctypes.string_at(tensor.data_ptr(), nbytes))  # which arrives writable
+        memory = _copied(tensor.data_ptr(), nbytes)
     else:
         memory = pickle.PickleBuffer(_array_type(nbytes).from_address(tensor.data_ptr()))
         keep.append(tensor)

@@ -58,12 +58,39 @@ class Values:
     # -- pickling --------------------------------------------------------------------------------------
 
     def dump(self, values: tuple[Any, ...], message: Outgoing) -> tuple[bytes, Sequence[Buffer]]:
-        """Values as a pickle, and the large memory beside it."""
-        flat = _flatten(values, message)
-        if flat is None:
-            return self.dump_nested(values, message, in_band=False)
+        """Values as a pickle, and the large memory beside it.
+
+        Flat are (the values with None for tensors, {position: tensor's description}). A tensor that is there more than
+        once is described once, and then by its first position.
+        """
+        others: list[Any] | None = None
+        for position, value in enumerate(values):
+            kind = type(value)
+            if kind is torch.Tensor:
+                if others is None:
+                    others = list(values)
+                    tensors: dict[int, Any] = {}
+                    seen: dict[int, int] = {}
+                    tracked: list[torch.Tensor] = []
+                others[position] = None
+                if id(value) in seen:
+                    tensors[position] = seen[id(value)]
+                    continue
+                description = describe(value, message.keep)
+                if description is None:
+                    return self.dump_nested(values, message, in_band=False)
+                tensors[position] = description
+                seen[id(value)] = position
+                if value.requires_grad:
+                    tracked.append(value)
+            elif kind not in _PLAIN:
+                return self.dump_nested(values, message, in_band=False)
+        if others is None:
+            return _FLAT_BYTE + pickle.dumps((values, None), 5), ()
+        if tracked and message.tracked is not None:
+            message.tracked = tracked
         buffers: list[pickle.PickleBuffer] = []
-        pickled = _FLAT_BYTE + pickle.dumps(flat, 5, buffer_callback=buffers.append)
+        pickled = _FLAT_BYTE + pickle.dumps((tuple(others), tensors), 5, buffer_callback=buffers.append)
         return pickled, [buffer.raw() for buffer in buffers] if buffers else ()
 
     def dump_nested(self, values: Any, message: Outgoing, *, in_band: bool) -> tuple[bytes, Sequence[Buffer]]:
@@ -211,53 +238,21 @@ class _Pickler(pickle.Pickler):
         self.reducer_override = reduce  # type: ignore[method-assign]
 
 
-def _flatten(values: tuple[Any, ...], message: Outgoing) -> tuple[Any, ...] | None:
-    """(values with None for tensors, {position: tensor's description}); None if there is something else.
-
-    A tensor that is there more than once is described once, and then by its first position.
-    """
-    tensors: dict[int, Any] | None = None
-    tracked = []
-    for position, value in enumerate(values):
-        kind = type(value)
-        if kind is torch.Tensor:
-            if tensors is None:
-                tensors = {}
-                seen: dict[int, int] = {}
-                others = list(values)
-            others[position] = None
-            if id(value) in seen:
-                tensors[position] = seen[id(value)]
-                continue
-            description = describe(value, message.keep)
-            if description is None:
-                return None
-            tensors[position] = description
-            seen[id(value)] = position
-            if value.requires_grad:
-                tracked.append(value)
-        elif kind not in _PLAIN:
-            return None
-    if tracked and message.tracked is not None:
-        message.tracked = tracked
-    return (values, None) if tensors is None else (tuple(others), tensors)
-
-
 def _unflatten(values: tuple[Any, ...], tensors: dict[int, Any], attach: Attach | None) -> tuple[Any, ...]:
     found = list(values)
-    tracked = []
+    tracked: list[torch.Tensor] = []
+    places: list[int] = []  # of those
     for position, description in tensors.items():
         if type(description) is int:
             continue
         if attach is not None and description[FLAGS] & REQUIRES_GRAD:
-            tracked.append(position)
-            found[position] = rebuild(*description, detached=True)  # type: ignore[misc]
+            tracked.append(rebuild(*description, detached=True))  # type: ignore[misc]
+            places.append(position)
         else:
             found[position] = rebuild(*description)
     if tracked:
         assert attach is not None
-        with_history = attach([found[position] for position in tracked])
-        for position, tensor in zip(tracked, with_history, strict=True):
+        for position, tensor in zip(places, attach(tracked), strict=True):
             found[position] = tensor
     for position, description in tensors.items():
         if type(description) is int:

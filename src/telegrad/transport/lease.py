@@ -48,9 +48,10 @@ if TYPE_CHECKING:
 PATIENCE = 5e-3  # seconds that a thread may keep the lease while it does other work, before it is relieved
 _LIVELY = 1e-3  # messages at most this many seconds apart count as close
 # Two looks of a thread that spins are microseconds apart, unless another thread has its core. Then spinning only puts
-# it behind those that sleep, so no thread of the worker spins for a while.
+# it behind those that sleep, so no thread of the worker spins for a while: for twice as long as the last time, if it
+# is disturbed again soon.
 _DISTURBED = 0.3e-3
-_CALM = 0.2
+_CALM, _LONGEST_CALM = 0.2, 3.2
 _AT_ONCE = 16  # connections that one look finds
 _READABLE = select.EPOLLIN | select.EPOLLRDHUP
 _NONE: list[Any] = []
@@ -63,10 +64,10 @@ class ReadLease:
         self.on_readable: Callable[[], None] = self.release
         self.max_spin = spin if (os.cpu_count() or 1) > 1 else 0.0
         self._poller = poller
-        self._lock = threading.Lock()  # the lease itself: guards receive() of all connections, and the two below
+        self._lock = threading.Lock()  # the lease itself: guards receive() of all connections, and the four below
         self._lively = True  # the last message followed the one before it closely
         self._last = 0.0
-        self._no_spin_until = 0.0
+        self._no_spin_until = self._calm = 0.0  # seconds; the second is how long the last time without spinning was
         self._inner = select.epoll()
         self._fd = self._inner.fileno()
         self._poll = self._inner.poll
@@ -80,8 +81,8 @@ class ReadLease:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._close_bell = partial(os.close, self._bell)
         self._inner.register(self._bell, select.EPOLLIN)
-        self._turn: Turn | None = None  # the last one that began
-        self._timer_at = 0.0
+        self.turn: Turn | None = None  # the last one that began
+        self.timer_at = 0.0
         poller.register(self._fd, self._on_event)
         poller.on_timer = self._on_timer
         self._set(self._fd, ARMED)
@@ -180,30 +181,28 @@ class ReadLease:
         poll = self._poll
         try:
             events = poll(0, _AT_ONCE)
+            now = clock.now()
             if not events:
-                now = clock.now()
                 until = None if timeout is None else now + timeout
                 # Spinning pays where messages follow each other closely, and costs a core elsewhere.
-                spin_until = now + self.max_spin if self._lively and now >= self._no_spin_until else now
+                spin_until = now + self.max_spin if self._lively and now >= self._no_spin_until else 0.0
                 while not events:
-                    if waiter is not None and waiter.done:
+                    if (waiter is not None and waiter.done) or (until is not None and now >= until):
                         return _NONE
-                    before, now = now, clock.now()
-                    if until is not None and now >= until:
-                        return _NONE
-                    if now < spin_until:
-                        os.sched_yield()
-                        events = poll(0, _AT_ONCE)
-                    elif spin_until and now - before > _DISTURBED:
-                        spin_until, self._no_spin_until = 0.0, now + _CALM
-                    else:
-                        spin_until = 0.0
+                    if now >= spin_until:
                         events = self._block(None if until is None else until - now, waiter)
+                        now = clock.now()
+                        continue
+                    os.sched_yield()
+                    events = poll(0, _AT_ONCE)
+                    before, now = now, clock.now()
+                    if now - before > _DISTURBED:
+                        spin_until = 0.0
+                        self._calm_down(now)
         except (OSError, ValueError):
             if not self._closed:
                 raise
             return _NONE
-        now = clock.now()
         self._lively = now - self._last < _LIVELY
         self._last = now
         found = []
@@ -214,12 +213,24 @@ class ReadLease:
             self._answer_bell(found)
         return found
 
+    def _calm_down(self, now: float) -> None:
+        """A thread that spun was disturbed."""
+        again = now - self._no_spin_until < self._calm
+        self._calm = min(2 * self._calm, _LONGEST_CALM) if again else _CALM
+        self._no_spin_until = now + self._calm
+
     def _block(self, timeout: float | None, waiter: Waiter | None) -> list[tuple[int, int]]:
-        if waiter is not None and self.ring not in waiter.wakes:
-            waiter.wakes.append(self.ring)
-            if waiter.done:
-                return _NONE
-        return blocking(self._poll, timeout, _AT_ONCE)
+        if waiter is None:
+            return blocking(self._poll, timeout, _AT_ONCE)
+        waiter.wakes.append(self.ring)
+        try:
+            return _NONE if waiter.done else blocking(self._poll, timeout, _AT_ONCE)
+        finally:
+            # Or this thread, when it completes what it waits for itself, would ring, and wake another one for nothing.
+            try:
+                waiter.wakes.remove(self.ring)
+            except ValueError:
+                pass  # it rings
 
     def _answer_bell(self, found: list[Connection]) -> None:
         try:
@@ -237,31 +248,26 @@ class ReadLease:
 
     # -- relief ----------------------------------------------------------------------------------------
 
-    def began(self, turn: Turn) -> None:
-        self._turn = turn
-
     def relieve_later(self, now: float) -> None:
-        """A thread does other work from now on, and must be relieved if that takes long."""
-        if now >= self._timer_at:
-            # Not for each message: a timer that is set may ring early for this one, and is then set again.
-            self._timer_at = now + PATIENCE
-            self._poller.set_timer(PATIENCE)
+        """Looks after a while whether a thread that does other work must be relieved. Not for each message: a timer
+        that is set may ring early for this one, and is then set again."""
+        self.timer_at = now + PATIENCE
+        self._poller.set_timer(PATIENCE)
 
     def _on_timer(self) -> None:
-        turn = self._turn
+        turn = self.turn
         if turn is None or not turn.is_away:
             return
         now = clock.now()
         if now - turn.since >= PATIENCE * 0.9:
             turn.relieve()
         else:
-            self._timer_at = now + PATIENCE
-            self._poller.set_timer(PATIENCE)
+            self.relieve_later(now)
 
     def relieve(self) -> None:
         """Relieves the thread that keeps the lease while it does other work, if there is one."""
-        if self._turn is not None:
-            self._turn.relieve()
+        if self.turn is not None:
+            self.turn.relieve()
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -275,7 +281,7 @@ class ReadLease:
             self._closed = True
             self._poller.unregister(self._fd)
             self._inner.close()
-            self._turn = None
+            self.turn = None
             self.on_readable = _nothing
 
     def abandon(self) -> None:
@@ -312,7 +318,7 @@ class Turn:
         self._away: list[None] = []  # not empty: the thread may be relieved. list.pop decides which thread is first
         self.since = 0.0
         self.waiting: deque[Any] = deque()  # messages that were read and not yet begun
-        lease.began(self)
+        lease.turn = self
         current.thread.relieve = self.relieve
 
     @property
@@ -323,7 +329,8 @@ class Turn:
         """Before other work: from here on the thread can be relieved."""
         self.since = now = clock.now()
         self._away.append(None)
-        self._lease.relieve_later(now)
+        if now >= self._lease.timer_at:
+            self._lease.relieve_later(now)
 
     def take_back(self) -> bool:
         """After other work: whether the thread still has the lease. Then it cannot be relieved until `leave`."""
@@ -354,7 +361,7 @@ class Turn:
     def end(self) -> None:
         """Ends the turn, and releases the lease if the thread still has it."""
         current.thread.relieve = None
-        if self.take_back():
+        if self._away and self.take_back():
             self._lease.release()
 
 

@@ -107,7 +107,8 @@ class Poller:
     def poll(self, timeout: float | None) -> list[Callable[[], None]]:
         """Waits for one event, a wake-up or the timeout; returns the callback of what is readable, if anything."""
         events = self._epoll.poll(timeout, 1)
-        return [callback for fd, _ in events if (callback := self._callbacks.get(fd))]
+        callback = self._callbacks.get(events[0][0]) if events else None
+        return [] if callback is None else [callback]
 
     def close(self) -> None:
         """Closes the epoll, after the last thread has left poll()."""

@@ -10,6 +10,7 @@ import select
 import socket
 import threading
 from functools import partial
+from struct import pack
 
 from ..errors import ConnectionClosedError, HandedOverError, ProtocolError, TooLargeError, TransportError
 from ..events import logger
@@ -20,16 +21,20 @@ from ..primitives.interrupts import blocking
 from .base import FORKED, BeforeWaiting, Buffer, Connection, ConnectionStatistics, Frames, deadline_of, left_until
 from .lease import ReadLease
 from .shared_memory import FREE, Segment, SegmentPool
-from .wire import MAX_BUFFERS, MAX_HEADER, FrameReader, in_one_piece, in_pieces
+from .wire import INLINE, LENGTH, MAGIC, MAX_BUFFERS, MAX_HEADER, MESSAGE, PREFIX, FrameReader, in_pieces
 
 IOV_MAX = 1024
-_NO_SIGNAL = int(socket.MSG_NOSIGNAL)  # a plain number: the flags of the socket module are enums, and slow
+# As plain numbers: the flags of the socket module are enums, and slow.
+_NO_SIGNAL = int(socket.MSG_NOSIGNAL)
+_CLOEXEC, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 _LONGEST_WRITE = 2.0  # seconds that a write may go on after the connection was aborted
 _HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class StreamConnection(Connection):
     """One socket, after the handshake."""
+
+    room_beside = 0  # bytes for descriptors that come beside the bytes of messages
 
     def __init__(self, sock: socket.socket, peer: Hello, lease: ReadLease, options: Options) -> None:
         super().__init__(peer, lease)
@@ -63,30 +68,62 @@ class StreamConnection(Connection):
 
     def write(self, frames: Frames, timeout: float | None = None, before_waiting: BeforeWaiting = None) -> int:
         header, buffers = frames.header, frames.buffers
-        nbytes = len(buffers[0]) if len(buffers) == 1 else sum(map(len, buffers))
-        is_small = nbytes + len(header) + 8 * len(buffers) < self._small  # nearly all are: in one piece, at one go
-        lane, locked = None, False
-        pieces: list[Buffer]
+        count = len(buffers)
+        nbytes = len(buffers[0]) if count == 1 else sum(map(len, buffers))
+        if nbytes + len(header) + 8 * count >= self._small:
+            self._write_large(frames, nbytes, timeout, before_waiting)
+            return nbytes
+        # Nearly all are small: composed in one piece, and taken by the socket at one go.
+        prefix = PREFIX.pack(MAGIC, MESSAGE, INLINE, count, len(header), nbytes)
+        table = LENGTH.pack(nbytes) if count == 1 else pack(f"<{count}Q", *map(len, buffers))
+        piece = b"".join((prefix, table, header, *buffers))
+        if not self._write_lock.acquire(blocking=False):
+            timeout = self._wait_for_write_lock(timeout, before_waiting)
+        rest: list[Buffer] = []
         try:
-            if not is_small:
-                self._check(frames, nbytes)
-                deadline = deadline_of(timeout)
-                lane = self._fill_lane(frames, nbytes, deadline, before_waiting)
-                timeout = left_until(deadline)
+            if self._closed_because:
+                raise ConnectionClosedError(self._closed_because)
+            try:
+                sent = self._sock.send(piece, _NO_SIGNAL)
+                self._messages_out += 1
+                self._bytes_out += nbytes + len(header)
+                if sent != len(piece):
+                    rest.append(memoryview(piece)[sent:])
+            except BlockingIOError:
+                sent = 0
+                rest.append(piece)
+        except BaseException as error:
+            self._check_broken(error)
+            raise
+        finally:
+            if not rest:
+                self._write_lock.release()
+                if self._writers:
+                    self._wake_writers()
+        if rest:
+            self._write_pieces(rest, None, None if sent else nbytes + len(header), timeout, before_waiting)
+        return nbytes
+
+    def _write_large(self, frames: Frames, nbytes: int, timeout: float | None, before_waiting: BeforeWaiting) -> None:
+        lane, locked = None, False
+        try:
+            self._check(frames, nbytes)
+            deadline = deadline_of(timeout)
+            lane = self._fill_lane(frames, nbytes, deadline, before_waiting)
+            timeout = left_until(deadline)
             if not self._write_lock.acquire(blocking=False):
                 timeout = self._wait_for_write_lock(timeout, before_waiting)
             locked = True
             if self._closed_because:
                 raise ConnectionClosedError(self._closed_because)
-            pieces = [in_one_piece(header, buffers, nbytes)] if is_small else self._compose(frames, nbytes, lane)
+            pieces = self._compose(frames, nbytes, lane)
         except BaseException:
             if lane is not None:
                 lane.mark(FREE)
             if locked:
                 self._unlock()
             raise
-        self._write_pieces(pieces, lane, nbytes + len(header), timeout, before_waiting)
-        return nbytes
+        self._write_pieces(pieces, lane, nbytes + len(frames.header), timeout, before_waiting)
 
     def _check(self, frames: Frames, nbytes: int) -> None:
         if nbytes > self._limit:
@@ -137,10 +174,7 @@ class StreamConnection(Connection):
         try:
             while True:
                 try:
-                    if lane is None and len(pieces) == 1:
-                        sent = self._sock.send(pieces[0], _NO_SIGNAL)
-                    else:
-                        sent = self._send(pieces, lane)
+                    sent = self._send(pieces, lane)
                 except BlockingIOError:
                     if not waited:
                         waited = True
@@ -170,21 +204,28 @@ class StreamConnection(Connection):
                 if not pieces:
                     return
         except BaseException as error:
-            if withdrawn or handed_over or isinstance(error, ConnectionClosedError):
-                raise
-            if isinstance(error, ConnectionError):
-                self._cannot_write(f"the connection with worker {self.peer.name!r} broke: {error}")
-                raise ConnectionClosedError(self._closed_because) from error
-            # Half a message may be out, and the rest cannot follow.
-            self.abort(f"a message to worker {self.peer.name!r} was interrupted in the middle: {error!r}")
-            if isinstance(error, OSError | RuntimeError):  # which one that cannot start a thread is
-                raise ConnectionClosedError(self._closed_because) from error
+            if not withdrawn and not handed_over:
+                self._check_broken(error)
             raise
         finally:
             if not handed_over:
-                self._write_lock.release()
-                if self._writers:
-                    self._wake_writers()
+                self._unlock()
+
+    def _check_broken(self, error: BaseException) -> None:
+        """Ends the connection after an error of a write.
+
+        Raises:
+            ConnectionClosedError: the error says no more than that.
+        """
+        if isinstance(error, ConnectionClosedError):
+            return
+        if isinstance(error, ConnectionError):
+            self._cannot_write(f"the connection with worker {self.peer.name!r} broke: {error}")
+            raise ConnectionClosedError(self._closed_because) from error
+        # Half a message may be out, and the rest cannot follow.
+        self.abort(f"a message to worker {self.peer.name!r} was interrupted in the middle: {error!r}")
+        if isinstance(error, OSError | RuntimeError):  # which one that cannot start a thread is
+            raise ConnectionClosedError(self._closed_because) from error
 
     def _withdraw(self, lane: Segment | None) -> None:
         """Undoes _compose() and _fill_lane() for a message of which nothing was sent. The write lock is held."""
@@ -249,7 +290,9 @@ class StreamConnection(Connection):
         frames: list[Frames] = []
         reader = self._reader
         try:
-            count = self._receive(reader.target)
+            count, beside, flags, _ = self._sock.recvmsg_into([reader.target], self.room_beside, _CLOEXEC)
+            if beside or flags & _TRUNCATED:
+                self._on_descriptors(beside, flags)
             if not count:
                 where = " in the middle of a message" if reader.in_the_middle else ""
                 self.abort(f"worker {self.peer.name!r} closed the connection{where}")
@@ -273,9 +316,8 @@ class StreamConnection(Connection):
             raise
         return frames
 
-    def _receive(self, target: memoryview) -> int:
-        """Like recv_into of the socket; what comes beside the bytes is kept."""
-        return self._sock.recv_into(target)
+    def _on_descriptors(self, beside: list[tuple[int, int, bytes]], flags: int) -> None:
+        """Takes what has come beside the bytes: nothing, but for a transport that has made `room_beside`."""
 
     # -- life ------------------------------------------------------------------------------------------
 

@@ -26,19 +26,17 @@ from .copying import copy_all
 from .lease import ReadLease
 from .listening import StreamTransport
 from .shared_memory import FREE, Mappings, Segment, SegmentPool, parts, room_for
-from .stream import _NO_SIGNAL, IOV_MAX, StreamConnection
+from .stream import _NO_SIGNAL, _TRUNCATED, IOV_MAX, StreamConnection
 from .wire import FrameReader, forget_frame, in_pieces, in_segment
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _MOST_DESCRIPTORS = 16  # that may have come before the messages that they belong to
-_DESCRIPTORS = socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4)
 _LONGEST_PAUSE = 5e-3
-# As plain numbers: the flags of the socket module are enums, and slow.
-_CLOEXEC, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 
 
 class UnixConnection(StreamConnection):
     transport = "unix"
+    room_beside = socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4)
 
     def __init__(self, sock: socket.socket, peer: Hello, lease: ReadLease, options: Options) -> None:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -127,17 +125,14 @@ class UnixConnection(StreamConnection):
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def _receive(self, target: memoryview) -> int:
-        count, ancillary, flags, _ = self._sock.recvmsg_into([target], _DESCRIPTORS, _CLOEXEC)
-        if ancillary or flags & _TRUNCATED:
-            for level, type_, data in ancillary:
-                if level == socket.SOL_SOCKET and type_ == socket.SCM_RIGHTS:
-                    self._descriptors.extend(array.array("i", data[: len(data) - len(data) % 4]))
-            if flags & _TRUNCATED or len(self._descriptors) > _MOST_DESCRIPTORS:
-                raise ProtocolError(
-                    "a descriptor was lost: this process has no more to spare (ulimit -n), or too many came"
-                )
-        return count
+    def _on_descriptors(self, beside: list[tuple[int, int, bytes]], flags: int) -> None:
+        for level, type_, data in beside:
+            if level == socket.SOL_SOCKET and type_ == socket.SCM_RIGHTS:
+                self._descriptors.extend(array.array("i", data[: len(data) - len(data) % 4]))
+        if flags & _TRUNCATED or len(self._descriptors) > _MOST_DESCRIPTORS:
+            raise ProtocolError(
+                "a descriptor was lost: this process has no more to spare (ulimit -n), or too many came"
+            )
 
     def _shared_buffers(self, place: tuple[int, int, int], lengths: Sequence[int]) -> list[Buffer]:
         id, capacity, fresh = place

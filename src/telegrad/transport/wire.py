@@ -31,22 +31,11 @@ MAX_HEADER = 16 << 20
 MAX_BUFFERS = 1 << 20
 INBOX = 256 << 10
 
-_PREFIX_OF_ONE = struct.Struct("<2sBBIIQQ")  # with the table of one buffer
-_LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")
 _PREFIX_SIZE = PREFIX.size
 
 
 # -- writing -----------------------------------------------------------------------------------------------
-
-
-def in_one_piece(header: bytes, buffers: Sequence[Buffer], nbytes: int) -> bytes:
-    """A small message in the inline lane."""
-    count = len(buffers)
-    if count == 1:
-        head = _PREFIX_OF_ONE.pack(MAGIC, MESSAGE, INLINE, 1, len(header), nbytes, nbytes)
-        return b"".join((head, header, buffers[0]))
-    head = PREFIX.pack(MAGIC, MESSAGE, INLINE, count, len(header), nbytes)
-    return b"".join((head, struct.pack(f"<{count}Q", *map(len, buffers)), header, *buffers))
 
 
 def in_pieces(header: bytes, buffers: Sequence[Buffer], nbytes: int) -> list[Buffer]:
@@ -143,15 +132,59 @@ class FrameReader:
             self._end += count
         elif not self._fill_partial(self._partial, count, frames):
             return
-        while self._end - self._start >= _PREFIX_SIZE and self._parse_one(frames):
-            pass
+        inbox = self._inbox
+        while self._end - (start := self._start) >= _PREFIX_SIZE:
+            magic, type_, lane, count, header_length, body_length = PREFIX.unpack_from(inbox, start)
+            if (
+                magic != MAGIC
+                or type_ > FORGET
+                or lane > SHARED
+                or header_length > MAX_HEADER
+                or count > MAX_BUFFERS
+                or body_length > self._limit
+            ):
+                raise _bad_prefix(magic, type_, lane, count, header_length, body_length, self._limit)
+            head = _PREFIX_SIZE + 8 * count + header_length
+            if lane == SHARED:
+                head += SHARED_PLACE.size
+            if self._end - start < head:
+                break
+            at = start + _PREFIX_SIZE
+            lengths = LENGTH.unpack_from(inbox, at) if count == 1 else struct.unpack_from(f"<{count}Q", inbox, at)
+            at += 8 * count
+            if lane == SHARED or type_ == FORGET:
+                self._start = start + head
+                self._parse_special(type_, lane, lengths, at, body_length, frames)
+                continue
+            header = bytes(inbox[at : at + header_length])
+            at += header_length
+            if sum(lengths) != body_length:
+                raise ProtocolError(f"the buffers of a message add up to {sum(lengths)} bytes, not {body_length}")
+            if self._end - at < body_length:
+                self._begin_partial(header, lengths, at)
+                return
+            buffers: list[Buffer] = []
+            for length in lengths:
+                buffers.append(inbox[at : at + length])
+                at += length
+            self._start = at
+            frames.append(Frames(header, buffers))
+            self.messages += 1
+            self.nbytes += header_length + body_length
         if self._start != self._end:
             self._make_room()
-        elif self._partial is None:
-            self._start = self._end = 0
-            if len(self._inbox) > INBOX:
-                self._replace_inbox(INBOX)
-            self.target = self._view
+            return
+        self._start = self._end = 0
+        if len(inbox) > INBOX:
+            self._replace_inbox(INBOX)
+        self.target = self._view
+
+    def _begin_partial(self, header: bytes, lengths: Sequence[int], at: int) -> None:
+        """Begins a message whose body is not all here."""
+        partial = _Partial(header, lengths, self._pool)
+        partial.take(self._view[at : self._end])
+        self._partial = partial
+        self._aim(partial)
 
     def _fill_partial(self, partial: _Partial, count: int, frames: list[Frames]) -> bool:
         """Returns whether the message is whole now; what came behind it is then in the inbox."""
@@ -190,54 +223,6 @@ class FrameReader:
     def _replace_inbox(self, size: int) -> None:
         self._inbox = bytearray(size)
         self._view = memoryview(self._inbox)
-
-    def _parse_one(self, frames: list[Frames]) -> bool:
-        inbox, start = self._inbox, self._start
-        magic, type_, lane, count, header_length, body_length = PREFIX.unpack_from(inbox, start)
-        if (
-            magic != MAGIC
-            or type_ > FORGET
-            or lane > SHARED
-            or header_length > MAX_HEADER
-            or count > MAX_BUFFERS
-            or body_length > self._limit
-        ):
-            raise _bad_prefix(magic, type_, lane, count, header_length, body_length, self._limit)
-        head = _PREFIX_SIZE + 8 * count + header_length
-        if lane == SHARED:
-            head += SHARED_PLACE.size
-        if self._end - start < head:
-            return False
-        at = start + _PREFIX_SIZE
-        lengths = _LENGTH.unpack_from(inbox, at) if count == 1 else struct.unpack_from(f"<{count}Q", inbox, at)
-        at += 8 * count
-        if lane == SHARED or type_ == FORGET:
-            self._start = start + head
-            self._parse_special(type_, lane, lengths, at, body_length, frames)
-            return True
-        header = bytes(inbox[at : at + header_length])
-        at += header_length
-        if sum(lengths) != body_length:
-            raise ProtocolError(f"the buffers of a message add up to {sum(lengths)} bytes, not {body_length}")
-        if self._end - at < body_length:
-            partial = _Partial(header, lengths, self._pool)
-            partial.take(self._view[at : self._end])
-            self._partial = partial
-            self._aim(partial)
-            return False
-        self.messages += 1
-        self.nbytes += header_length + body_length
-        if count == 1:
-            self._start = at + body_length
-            frames.append(Frames(header, [inbox[at : self._start]]))
-            return True
-        buffers: list[Buffer] = []
-        for length in lengths:
-            buffers.append(inbox[at : at + length])
-            at += length
-        self._start = at
-        frames.append(Frames(header, buffers))
-        return True
 
     def _parse_special(
         self, type_: int, lane: int, lengths: Sequence[int], at: int, body_length: int, frames: list[Frames]

@@ -1,0 +1,440 @@
+"""EngineCall: torch's engine at work on one worker's part of a pass. Wait, Send and Recv (nodes.py) call it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from .._torch import DisableTorchFunctionSubclass, current_graph_task_id, run_backward
+from ..errors import GradientError
+from ..messages import COUNTER_BITS
+from ..options import SHARED_MEMORY_FROM
+from ..primitives import clock, current
+from ..primitives.interrupts import interruptible
+from ..primitives.waiter import Waiter
+from . import nodes
+from .contexts import Contexts, Sent
+from .dependency_log import flatten_groups
+from .host import Host
+from .leaves import Capture
+from .local_graph import Graph, Node
+from .local_pass import LocalPass
+from .outbox import BURST, Gradient, Outbox, Poster
+
+_DEVICE_POLL = 1e-3  # seconds
+_ONE = torch.ones(())  # the gradient of tokens
+_BEACON = nodes.make_beacon()
+_new_edge: Any = tuple.__new__  # that of a NamedTuple is Python code
+
+
+class InterruptedPassError(GradientError):
+    """Inside the engine: the pass is over, and what is waited for will not come."""
+
+
+class LatePassError(InterruptedPassError):
+    """Inside the engine: the time of the pass is over."""
+
+
+_TAKEN: Any = object()
+
+
+class EngineCall:
+    """torch's engine at work on `local`."""
+
+    def __init__(self, local: LocalPass, contexts: Contexts, host: Host, poster: Poster) -> None:
+        assert local.context is not None
+        assert local.begin is not None
+        self._local = local
+        self._context = local.context
+        self._contexts = contexts
+        self._host = host
+        self._poster = poster
+        self._begin = local.begin
+        self._decoded: dict[int, list[Any]] = {}  # by message: gradients that were not asked for yet
+        self._capture: Capture | None = None
+        # Guarded by the lock of `local`: a device's thread may post at the same time.
+        self._due: dict[int, int] | None = None  # by received message: tensors that the engine has not come to yet
+        self._collected: dict[int, list[Gradient]] = {}  # by received message
+        self._unposted = 0  # received messages whose gradients are still to be sent
+        self._waits = False  # the engine waits for gradients, on its thread
+        self.task = -1  # torch's number of the engine call, once it runs
+        self.has_devices = torch.cuda.is_initialized()  # then torch may run nodes on threads of its own
+        # For users' code that the engine runs on a thread of its own (primitives/current.py):
+        self.pass_id = local.pass_id
+        self.context_id = local.context.id
+        self.worker: Any = host
+        if local.part.is_root:
+            self.serving = current.serving.get()
+        else:
+            root = host.name_of(local.pass_id >> COUNTER_BITS)
+            self.serving = current.Serving(root, local.pass_id, local.deadline, local.depth)
+
+    def run(self) -> None:
+        """Runs torch's engine. Raises what users' code raises in it."""
+        local, begin = self._local, self._begin
+        self._context.failed = None
+        starts: list[Any] = [_BEACON, *local.roots.tensors]
+        gradients: list[Any] = [_ONE, *local.roots.gradients]
+        leaves: dict[Node, None] = self._add_sends(starts, gradients) if local.sent else {}
+        if not local.part.is_root and begin.wanted is None:
+            self._due = self._count_due()
+            self._unposted = len(self._due)
+        context_token = current.context_id.set(self.context_id)
+        pass_token = current.pass_id.set(self.pass_id)
+        serving_token = current.serving.set(self.serving)
+        nodes.starting(self)
+        try:
+            if begin.wanted is not None or local.roots.inputs is not None:
+                self._run_for_inputs(starts, gradients)
+            else:
+                self._run_for_leaves(starts, gradients, leaves)
+        finally:
+            nodes.ended(self)
+            current.context_id.reset(context_token)
+            current.pass_id.reset(pass_token)
+            current.serving.reset(serving_token)
+
+    def _add_sends(self, starts: list[Any], gradients: list[Any]) -> dict[Node, None]:
+        """Adds the tensors that were sent to the starts: directly where the gradient is here, behind a Wait where not.
+        Returns the leaves among them."""
+        local = self._local
+        arrived = local.part.arrived if not local.part.missing else set(local.part.arrived)
+        waits: dict[int, list[Sent]] = {}
+        inner: set[int] = set()  # of these: messages with tensors that are no leaves
+        for sent in local.sent.values():
+            # A leaf's gradient is kept without a copy if nothing else holds it, as a start's would be. And None is no
+            # start's gradient; but what is behind a node that returns None runs.
+            if sent.message in arrived and not sent.is_leaf and (gradient := self.take(sent.id)) is not None:
+                starts.append(_new_edge(GradientEdge, sent.edge))
+                gradients.append(gradient)
+            elif sent.stand_in.requires_grad:  # a leaf may have been frozen since
+                waits.setdefault(sent.message, []).append(sent)
+                if not sent.is_leaf:
+                    inner.add(sent.message)
+        leaves: dict[Node, None] = {}
+        if waits:
+            with DisableTorchFunctionSubclass():
+                if torch.is_grad_enabled():
+                    token = _make_waits(waits, inner, leaves)
+                else:
+                    with torch.enable_grad():
+                        token = _make_waits(waits, inner, leaves)
+            starts.append(token)
+            gradients.append(_ONE)
+        return leaves
+
+    def _run_for_leaves(self, starts: list[Any], gradients: list[Any], leaves: dict[Node, None]) -> None:
+        """Gathers the gradients of all leaves that the engine comes to."""
+        local, context = self._local, self._context
+        for node in local.roots.leaves:
+            leaves[node] = None
+        checkpoints = list(local.roots.checkpoints)
+        with context.lock:  # others may walk the graphs
+            graphs = {context.graph: None}
+            for sent in local.sent.values():
+                graphs[sent.graph] = None
+            for graph in graphs:
+                for node in graph.leaves:
+                    leaves[node] = None
+                checkpoints += graph.checkpoints
+        if self._begin.create_graph:
+            _use_up_warning()
+        if not leaves and not checkpoints:
+            self._run_engine(starts, gradients, (), accumulate=True)
+            return
+        for node in checkpoints:
+            _watch_checkpoint(node)
+        capture = self._capture = Capture(self.is_running)
+        try:
+            capture.watch(leaves)
+            self._run_engine(starts, gradients, (), accumulate=True)
+        finally:
+            capture.close()
+            self._capture = None  # it refers to this call: only the collector would find the two
+        local.gradients = capture.gradients
+
+    def _run_for_inputs(self, starts: list[Any], gradients: list[Any]) -> None:
+        """Computes only what leads to the inputs of grad(), or to a Recv that it wants."""
+        inputs = self._local.roots.inputs or ()
+        anchors = [node.next_functions[0][0].variable for node in (_BEACON.grad_fn, *self._received())]
+        found = self._run_engine(starts, gradients, (*inputs, *anchors), accumulate=False)
+        self._local.results = tuple(found[: len(inputs)])
+
+    def _run_engine(self, starts: list[Any], gradients: list[Any], inputs: tuple[Any, ...], accumulate: bool) -> Any:
+        begin = self._begin
+        keep_graph = begin.retain_graph or begin.create_graph
+        # Users' code runs in there: hooks, functions, finalisers.
+        return interruptible(
+            run_backward, tuple(starts), tuple(gradients), keep_graph, begin.create_graph, inputs, True, accumulate
+        )
+
+    def _received(self) -> list[Node]:
+        """Returns the Recvs that the pass comes to on this worker."""
+        local = self._local
+        if self._begin.wanted is not None:
+            ids = set(self._begin.wanted)
+        else:
+            ids = set(local.roots.reach)
+            for sent in local.sent.values():
+                ids |= sent.reach
+            for id in ids:
+                if id < 0:
+                    ids = flatten_groups(ids, self._contexts.log.closure(ids))
+                    break
+        received, found = self._context.received, []
+        for id in ids:
+            found.append(received.get(id) or self._contexts.find_received(id))
+        return found
+
+    def _count_due(self) -> dict[int, int]:
+        """Counts how many tensors of each received message the engine will come to."""
+        due: dict[int, int] = {}
+        for node in self._received():
+            due[node.message] = due.get(node.message, 0) + 1
+        return due
+
+    def is_running(self) -> bool:
+        """Whether this code runs in it."""
+        return current_graph_task_id() == self.task or nodes.running() is self
+
+    # -- called by the nodes, inside of the engine -----------------------------------------------------
+
+    def wait_for(self, messages: list[int]) -> None:
+        """Waits until the gradients of these messages are here.
+
+        Raises:
+            InterruptedPassError: the pass is over.
+            LatePassError: its time is.
+        """
+        local = self._local
+        for message in messages:
+            if message in local.part.arrived:
+                continue
+            self._poster.flush(local)
+            with local.lock:
+                if message in local.part.arrived or local.interrupted:
+                    waiter = None
+                else:
+                    waiter = local.waiters[message] = Waiter()
+            if waiter is not None:
+                self._waits = True
+                try:
+                    if self.has_devices:
+                        self._wait_beside_devices(waiter, local.messages[message].to)
+                    else:
+                        self._host.wait(waiter, local.messages[message].to, local.deadline, local.turn)
+                finally:
+                    self._waits = False
+            if local.interrupted or message not in local.part.arrived:
+                self._check(message)
+        if local.interrupted:
+            self._check(messages[0])
+
+    def _wait_beside_devices(self, waiter: Waiter, peer: int) -> None:
+        """Waits, and runs a small engine call now and then: in it the engine's CPU thread works off the CPU nodes
+        that became ready from a device's work, and that would stand behind this Wait."""
+        deadline = self._local.deadline
+        while not waiter.done:
+            now = clock.now()
+            if deadline is not None and now >= deadline:
+                return
+            self._host.wait(waiter, peer, now + _DEVICE_POLL, self._local.turn)
+            if not waiter.done:
+                with torch.enable_grad():
+                    leaf = torch.zeros((), device="cuda", requires_grad=True)
+                    torch.autograd.grad(leaf * 1, leaf)
+
+    def _check(self, message: int) -> None:
+        if self._local.interrupted:
+            raise InterruptedPassError(f"the pass was ended: {self._local.interrupted}")
+        if message not in self._local.part.arrived:
+            raise LatePassError(f"the gradients of message {message} did not come in time")
+
+    def take(self, id: int) -> Gradient:
+        """Returns the gradient of a tensor that was sent, once. It has arrived."""
+        sent = self._local.sent[id]
+        gradients = self._decoded.get(sent.message)
+        if gradients is None:
+            gradients = self._decode(sent.message)
+        gradient: Any = gradients[sent.place]
+        if gradient is None:
+            return None
+        gradients[sent.place] = _TAKEN  # a second reference would force a copy of a leaf's gradient
+        if gradient is _TAKEN:
+            raise GradientError(f"the gradients of message {sent.message} were asked for twice in one pass")
+        if gradient.shape != sent.shape or gradient.dtype != sent.dtype:
+            raise GradientError(
+                f"gradient {sent.place} of message {sent.message} has shape {tuple(gradient.shape)} and dtype "
+                f"{gradient.dtype}; the tensor has shape {tuple(sent.shape)} and dtype {sent.dtype}"
+            )
+        found: torch.Tensor = gradient if gradient.device == sent.device else gradient.to(sent.device)
+        return found
+
+    def _decode(self, message: int) -> list[Any]:
+        """Decodes the gradients of a message, with those that came together with them."""
+        local = self._local
+        with local.lock:
+            arrived = local.arrived.pop(message, None)
+        if arrived is None:
+            self._check(message)
+            raise GradientError(f"the gradients of message {message} were asked for twice in one pass")
+        found = self._host.decode(arrived.envelope, arrived.frames).gradients
+        place = 0
+        for of in arrived.messages:
+            count = local.messages[of].count
+            self._decoded[of] = list(found[place : place + count])
+            place += count
+        if place != len(found):
+            count = local.messages[message].count
+            raise GradientError(
+                f"{len(found)} gradients came for message {message}, which carried {count} tensors that require grad"
+                if len(arrived.messages) == 1
+                else f"{len(found)} gradients came for messages {arrived.messages}, which carried {place} tensors that "
+                "require grad"
+            )
+        return self._decoded[message]
+
+    def post(self, recv: Any, gradient: Gradient) -> None:
+        """Sends the gradient of a received tensor to its sender, with the others of its message; and with those of
+        other messages, where one follows the other closely."""
+        local = self._local
+        if local.interrupted:
+            raise InterruptedPassError(f"the pass was ended: {local.interrupted}")
+        message = recv.message
+        worker = message >> COUNTER_BITS
+        with local.lock:
+            if recv.count == 1:
+                gradients = [gradient]
+            else:
+                if self._due is None:
+                    self._due = self._count_due()
+                gradients = self._collected.setdefault(message, [None] * recv.count)
+                gradients[recv.place] = gradient
+                self._due[message] -= 1
+                if self._due[message]:
+                    return
+                del self._collected[message]
+            outbox = local.outboxes.get(worker)
+            if outbox is None:
+                outbox = local.outboxes[worker] = Outbox(worker)
+            outbox.add(message, gradients)
+            self._unposted -= 1
+            if self._unposted == 0 and not local.part.missing and worker == self.pass_id >> COUNTER_BITS:
+                # The engine has nothing more to wait for and is all but done: the root hears of that in the same
+                # message.
+                return
+            if outbox.nbytes < SHARED_MEMORY_FROM and not self._waits and clock.now() - outbox.emptied < BURST:
+                if len(outbox.messages) == 1:
+                    self._poster.post_later()
+                return
+        self._poster.post(local, outbox)
+
+    def watch_nested(self, node: Any, leaves: list[Any]) -> None:
+        """Takes the gradients of leaves that an engine call inside of this node comes to."""
+        thread = threading.get_ident()
+        nested = Capture(lambda: threading.get_ident() == thread and nodes.running() is not self)
+        nested.watch(leaves)
+
+        def after(*_: Any) -> None:
+            handle.remove()
+            nested.close()
+            assert self._capture is not None
+            self._capture.gradients.take_over(nested.gradients)
+
+        handle = node.register_hook(after)
+
+
+def _make_waits(waits: dict[int, list[Sent]], inner: set[int], leaves: dict[Node, None]) -> torch.Tensor:
+    """Chains the Waits for these messages; returns the token of the one that the engine comes to first.
+
+    Nothing is behind a leaf, so no other gradient depends on when it is waited for: messages with nothing but leaves
+    have one Wait together, at the end.
+    """
+    token: torch.Tensor | None = None
+    messages: list[int] = []
+    ids: list[int] = []
+    inputs: list[torch.Tensor] = []
+    for message in sorted(waits, reverse=True):  # what was sent last is added up first, as with a Wait for each
+        if message not in inner:
+            messages.append(message)
+            for sent in waits[message]:
+                ids.append(sent.id)
+                inputs.append(sent.stand_in)
+    if messages:
+        token = _make_wait(messages, ids, inputs, leaves)
+    for message in wait_order(inner) if inner else ():
+        ids, inputs, tokens = [], [], []
+        for sent in waits[message]:
+            if sent.is_leaf:
+                ids.append(sent.id)
+                inputs.append(sent.stand_in)
+            else:
+                tokens.append(sent.stand_in)
+        if token is not None:
+            tokens.append(token)
+        token = _make_wait([message], ids, inputs + tokens, leaves)
+    assert token is not None
+    return token
+
+
+def _make_wait(
+    messages: list[int], ids: list[int], inputs: list[torch.Tensor], leaves: dict[Node, None]
+) -> torch.Tensor:
+    token = nodes.make_wait(messages, ids, inputs)
+    if ids:
+        for node, _ in token.grad_fn.next_functions[: len(ids)]:  # type: ignore[union-attr]
+            if node is not None:
+                leaves[node] = None
+    return token
+
+
+def wait_order(messages: Iterable[int]) -> list[int]:
+    """Returns the order in which Waits are chained. The engine takes them in reverse: the gradients of what was sent
+    last are waited for first. Any other order can deadlock: see docs/backward.md."""
+    return sorted(messages)
+
+
+# Note [reentrant checkpoints]
+# Such a checkpoint's backward computes its forward again and runs an engine call of its own over that. The leaves it
+# comes to are known only then, and their gradients belong to the pass as well. So its function is wrapped: inside of
+# a pass, what it computed is walked, and its leaves are watched too, but for its own inputs.
+def _watch_checkpoint(node: Any) -> None:
+    function = node.run_function
+    if hasattr(function, "__telegrad__"):
+        return
+    own_node = weakref.ref(node)
+
+    @functools.wraps(function)
+    def recompute(*args: Any) -> Any:
+        outputs = function(*args)
+        call, node = nodes.running(), own_node()
+        if isinstance(call, EngineCall) and node is not None:
+            found = outputs if isinstance(outputs, tuple) else (outputs,)
+            starts = [(t.grad_fn, 0) for t in found if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+            inputs = {id(a) for a in args if isinstance(a, torch.Tensor)}
+            graph = Graph(lambda received: -1)
+            graph.walk(starts)
+            call.watch_nested(node, [leaf for leaf in graph.leaves if id(leaf.variable) not in inputs])
+            graph.clear()
+        return outputs
+
+    recompute.__telegrad__ = True  # type: ignore[attr-defined]
+    node.run_function = recompute
+
+
+@functools.cache
+def _use_up_warning() -> None:
+    """Has torch give its warning, once in a process, that backward() with create_graph makes a cycle through `.grad`.
+    Here it makes none: the gradient never gets there."""
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        leaf = torch.zeros((), requires_grad=True)
+        (leaf * 1).backward(create_graph=True)
+        leaf.grad = None

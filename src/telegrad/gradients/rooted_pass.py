@@ -1,0 +1,72 @@
+"""A pass that was begun on this worker, and the error that backward() raises if it fails."""
+
+from __future__ import annotations
+
+from _thread import RLock  # threading.RLock is Python code
+from typing import Any
+
+import msgspec
+
+from ..errors import BackwardError, CallTimeoutError, PeerLostError, text_of
+from ..messages import Begin
+from ..primitives.waiter import Waiter
+from .backward_pass import BackwardPass, RootInstruction
+from .contexts import Context
+from .diagnosis import explain, state_here
+from .host import Host
+
+_ASKING = 0.5  # seconds in which participants say what a failed pass awaited
+
+
+class RootedPass(msgspec.Struct, eq=False):
+    """A pass that was begun here."""
+
+    begin: Begin  # this worker's own
+    state: BackwardPass
+    lock: Any = msgspec.field(default_factory=RLock)  # guards `state`. Threads that read take it: held for a moment
+    waiter: Waiter = msgspec.field(default_factory=Waiter)
+    finishing: list[RootInstruction] = msgspec.field(default_factory=list)  # left to the thread that waits for the pass
+    error: BaseException | None = None
+    worker: int = -1  # where the error happened
+
+
+def late_error(root: RootedPass, host: Host) -> CallTimeoutError:
+    """Makes the error of a pass whose time is over."""
+    missing = sorted(host.name_of(worker) for worker in root.state.missing)
+    return CallTimeoutError(
+        f"the backward pass ran for more than set timeout ({int((root.begin.timeout or 0) * 1000)} ms); "
+        f"workers {missing} are not done"
+    )
+
+
+def raise_error(root: RootedPass, context: Context, worker_id: int, host: Host) -> None:
+    """Raises what backward() raises. `worker_id` is this worker's."""
+    error, worker = root.error, root.worker
+    assert error is not None
+    if not isinstance(error, Exception):
+        try:
+            raise error
+        finally:
+            del error
+    if isinstance(error, PeerLostError) and error.worker_id >= 0:
+        worker = error.worker_id  # not the worker that noticed it
+    name = host.name_of(worker)
+    text = f"Error on Node {worker}: {text_of(error)} (worker {name!r}, in a backward pass)"
+    if awaited := _awaited(root, context, worker_id, host):
+        text = f"{text}. {awaited}"
+    raise BackwardError(text, name, worker) from error
+
+
+def _awaited(root: RootedPass, context: Context, worker_id: int, host: Host) -> str:
+    """Says what a pass awaited that failed because of a peer: as its participants tell, or as is known here."""
+    error, pass_id = root.error, root.begin.pass_id
+    if not isinstance(error, PeerLostError | CallTimeoutError):
+        return ""
+    lost = {error.worker_id} if isinstance(error, PeerLostError) else set()
+    missing = root.state.missing - lost
+    others = missing - {worker_id}
+    answers, _ = host.ask(others, state_here, (context.id, pass_id), _ASKING)
+    own = context.failed if context.failed is not None and context.failed.pass_id == pass_id else None
+    states = [s for s in (own, *answers.values()) if s is not None and s.worker in missing]
+    silent = others - {state.worker for state in states}
+    return explain(states, lost=lost, silent=silent, name_of=host.name_of)

@@ -1,0 +1,47 @@
+"""The errors of calls that could not be sent, and of those whose answers cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..errors import CallTimeoutError, DecodeError, EncodeError, GradientError, PeerLostError, TransportError
+from ..gradients.attach import NoHistoryError
+from ..messages import Call
+from ..serialization.codec import Codec
+from .pending import PendingCall
+
+if TYPE_CHECKING:
+    from ..worker import Worker
+
+
+def why_not_sent(worker: Worker, codec: Codec, error: BaseException, call: PendingCall, body: Call) -> BaseException:
+    """The error that the caller of a call sees, which could not be sent."""
+    assert call.connection is not None
+    if isinstance(error, EncodeError):
+        values = [*body.args, *(body.kwargs or {}).values()]
+        track = worker.attach.current() is not None
+        culprit = codec.first_unsendable(values, call.connection.peer, track=track)
+        what = "the function" if culprit is None else f"an argument, a {type(culprit).__name__},"
+        return EncodeError(f"{what} of the call of {call.function} on worker {call.peer!r} cannot be sent: {error}")
+    if isinstance(error, TransportError):
+        worker.on_lost(call.connection, str(error))
+        return PeerLostError(f"worker {call.peer!r} is gone, the call of {call.function} was not sent: {error}")
+    if isinstance(error, TimeoutError) and not isinstance(error, CallTimeoutError):
+        late = call.timeout_error()()
+        late.add_note(str(error))
+        return late
+    return error
+
+
+def why_no_answer(call: PendingCall, error: DecodeError) -> Callable[[], BaseException]:
+    """Makes the error of a call whose answer cannot be decoded. It does not refer to the call: see Future.fail."""
+    of_call = f"worker {call.peer!r} to the call of {call.function}"
+    if isinstance(error.__cause__, NoHistoryError):
+        return partial(
+            GradientError,
+            f"the answer of {of_call} in autograd context {call.context} has {error.__cause__} and no history: no "
+            "gradient would go back. Has the context ended there?",
+        )
+    return partial(DecodeError, f"the answer of {of_call} cannot be rebuilt here: {error}")
