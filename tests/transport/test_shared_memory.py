@@ -23,7 +23,6 @@ from telegrad.transport.shared_memory import (
     SegmentPool,
     aligned,
     capacity_for,
-    copy_into,
 )
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -209,19 +208,3 @@ def test_pages_are_found_before_they_are_written_to(monkeypatch):
         pool.take(nbytes).mark(FREE)
     assert asked == [100_000, 110_000 - 100_000 // PAGE * PAGE]
     pool.close()
-
-
-def test_copies_of_any_kind_of_buffer():
-    for size in (0, 1, 64 * KIB - 1, 64 * KIB, MIB):
-        data = bytes(range(256)) * (size // 256 + 1)
-        for buffer in (
-            data,
-            bytearray(data),
-            memoryview(bytearray(data)),
-            memoryview(data),
-            memoryview(data)[7:],
-        ):
-            target = memoryview(bytearray(len(buffer) + 10))
-            copy_into(target, buffer)
-            assert target[: len(buffer)] == buffer
-            assert bytes(target[len(buffer) :]) == bytes(10)

@@ -32,8 +32,9 @@ from .base import (
     ignore,
     split_address,
 )
+from .copying import copy_all
 from .lease import ReadLease
-from .shared_memory import SegmentPool, aligned, copy_all
+from .shared_memory import SegmentPool, aligned
 
 _OVERHEAD = 256  # counted for each message in a queue beside its bytes: a million tiny ones are not free
 

@@ -20,8 +20,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from ..errors import ConnectionClosedError, ProtocolError
 from ..primitives import clock
@@ -37,7 +36,7 @@ FREE, FILLED, LENT, RETIRED = range(4)
 MAX_LENT = 512
 IDLE = 30.0  # seconds after which a free segment that was not used goes back to the system
 
-_WORTH_WAITING_FOR = 1 << 20  # bytes; see SegmentPool._await_free_one
+_WORTH_WAITING_FOR = 8 << 20  # bytes; see SegmentPool._await_free_one
 _SHORT_WAIT = 1e-3
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
@@ -55,6 +54,11 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 def aligned(nbytes: int) -> int:
     return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+
+
+def room_for(lengths: Iterable[int]) -> int:
+    """The bytes that buffers of these lengths take, one after the other."""
+    return sum([(length + ALIGNMENT - 1) & -ALIGNMENT for length in lengths])
 
 
 def capacity_for(nbytes: int) -> int:
@@ -113,17 +117,17 @@ class Lending:
         self.memory = memory
         self._lent = lent
         self.capacity = capacity
-        self._state = ctypes.c_ubyte.from_address(memory.address + capacity)
+        self.byte = ctypes.c_ubyte.from_address(memory.address + capacity)  # its state
         self._array_type = ctypes.c_char * capacity
         self._holder: weakref.ref[object] | None = None
         self._forks = 0  # how many there had been when it was lent
 
     @property
     def state(self) -> int:
-        return self._state.value
+        return self.byte.value
 
     def mark(self, state: int) -> None:
-        self._state.value = state
+        self.byte.value = state
 
     @property
     def is_held(self) -> bool:
@@ -141,7 +145,7 @@ class Lending:
         self._forks = _forks
         if self._lent is not None:
             self._lent.add(self)
-        self._state.value = LENT
+        self.byte.value = LENT
         return memoryview(array).cast("B")
 
     def _array(self) -> ctypes.Array[ctypes.c_char]:
@@ -154,7 +158,7 @@ class Lending:
         # A finaliser: nothing but this, each in one step. In a fork too; see the note above.
         if self._lent is not None:
             self._lent.discard(self)
-        self._state.value = FREE if self._forks == _forks else RETIRED
+        self.byte.value = FREE if self._forks == _forks else RETIRED
 
 
 class Segment(Lending):
@@ -169,7 +173,7 @@ class Segment(Lending):
         self.fd = -1
         self.passed_on = False  # whether the peer has the descriptor; guarded by the connection's write lock
         self.used_at = 0.0
-        self._populated = 0
+        self.populated = 0  # bytes whose pages are there
         try:
             if shared:
                 self.fd = os.memfd_create("telegrad", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -184,13 +188,12 @@ class Segment(Lending):
 
     def populate(self, nbytes: int) -> None:
         """Makes the system find the pages now: it may say no here, and would say SIGBUS at a write."""
-        start = self._populated - self._populated % PAGE
-        if nbytes > self._populated:
-            if _madvise(self.memory.address + start, nbytes - start, _MADV_POPULATE_WRITE):
-                error = _last_error()
-                if error.errno != errno.EINVAL:  # what an older kernel says; it has to do without
-                    raise error
-            self._populated = nbytes
+        start = self.populated - self.populated % PAGE
+        if _madvise(self.memory.address + start, nbytes - start, _MADV_POPULATE_WRITE):
+            error = _last_error()
+            if error.errno != errno.EINVAL:  # what an older kernel says; it has to do without
+                raise error
+        self.populated = nbytes
 
     def close(self) -> None:
         """Closes the descriptor. The mapping goes with its last user."""
@@ -220,48 +223,49 @@ class SegmentPool:
             OSError: there are no more descriptors, or there is no more memory.
             ConnectionClosedError: the pool was closed.
         """
-        self._await_free_one(capacity_for(nbytes))
+        capacity = capacity_for(nbytes)
+        if capacity >= _WORTH_WAITING_FOR:
+            self._await_free_one(capacity)
         with self._lock:
-            segment = self._free_one_locked(capacity_for(nbytes)) or self._new_one_locked(nbytes)
+            segment = self._free_one_locked(capacity) or self._new_one_locked(capacity)
             self._unread_bytes += nbytes - self._unread.get(segment, 0)
             self._unread[segment] = nbytes
-        try:
-            segment.populate(nbytes)
-        except BaseException:
-            segment.mark(FREE)
-            raise
+        if nbytes > segment.populated:
+            try:
+                segment.populate(nbytes)
+            except BaseException:
+                segment.mark(FREE)
+                raise
         return segment
 
     def _await_free_one(self, capacity: int) -> None:
-        """Waits a moment for a large segment that is about to come back: to make another costs far more.
+        """Waits a moment for a large segment that is about to come back: it is in the cache, another is not.
 
         The callee lets go of an argument just after its answer has left, and the next call may come sooner than that.
         """
+        same = self._segments.get(capacity)
         deadline = clock.now() + _SHORT_WAIT
-        while capacity >= _WORTH_WAITING_FOR and clock.now() <= deadline:
-            same = self._segments.get(capacity)
-            if not same or any(segment.state == FREE for segment in list(same)):
-                return
+        while same and all(segment.byte.value != FREE for segment in list(same)) and clock.now() <= deadline:
             time.sleep(2e-5)
 
     def _free_one_locked(self, capacity: int) -> Segment | None:
         same = self._segments.get(capacity, ())
         for index in range(len(same) - 1, -1, -1):  # the one used last first: it may be in the cache
             segment = same[index]
-            if segment.state == FREE:
-                segment.mark(FILLED)
+            if segment.byte.value == FREE:
+                segment.byte.value = FILLED
                 segment.used_at = clock.now()
                 if index != len(same) - 1:
                     same.append(same.pop(index))  # type: ignore[union-attr]
                 return segment
         return None
 
-    def _new_one_locked(self, nbytes: int) -> Segment:
+    def _new_one_locked(self, capacity: int) -> Segment:
         if self._closed:
             raise ConnectionClosedError("the connection was closed")
-        segment = Segment(next(self._ids), capacity_for(nbytes), shared=self._shared)
+        segment = Segment(next(self._ids), capacity, shared=self._shared)
         segment.used_at = clock.now()
-        self._segments.setdefault(segment.capacity, []).append(segment)
+        self._segments.setdefault(capacity, []).append(segment)
         self._trim_locked(IDLE)
         return segment
 
@@ -271,12 +275,13 @@ class SegmentPool:
         Raises:
             OSError: there is no more memory.
         """
+        capacity = capacity_for(nbytes)
         with self._lock:
-            segment = self._free_one_locked(capacity_for(nbytes))
+            segment = self._free_one_locked(capacity)
             if segment is None and sum(map(len, self._segments.values())) < MAX_LENT:
-                segment = self._new_one_locked(nbytes)
+                segment = self._new_one_locked(capacity)
         if segment is None:  # a receiver that keeps that much gets memory that is not pooled
-            segment = Segment(0, capacity_for(nbytes), shared=False)
+            segment = Segment(0, capacity, shared=False)
         return segment.lend()
 
     def has_room(self, nbytes: int, limit: int) -> bool:
@@ -380,7 +385,7 @@ class Mappings:
         mapping = self._mappings.get(id)
         if mapping is None or mapping.capacity != capacity or nbytes > capacity:
             raise ProtocolError(f"a message lies in shared segment {id}, which was never passed on")
-        if mapping.state != FILLED or mapping.is_held:
+        if mapping.byte.value != FILLED or mapping.is_held:
             raise ProtocolError(f"a message lies in shared segment {id}, which is in use")
         if len(self._lent) < MAX_LENT:
             return mapping.lend()
@@ -402,28 +407,5 @@ def parts(memory: memoryview, lengths: Iterable[int]) -> list[Buffer]:
     at = 0
     for length in lengths:
         found.append(memory[at : at + length])
-        at += aligned(length)
+        at += (length + ALIGNMENT - 1) & -ALIGNMENT
     return found
-
-
-def copy_all(buffers: Sequence[Buffer], memory: memoryview) -> list[Buffer]:
-    """Copies buffers into memory; returns their places."""
-    copies = parts(memory, map(len, buffers))
-    for copy, buffer in zip(copies, buffers, strict=True):
-        copy_into(copy, buffer)
-    return copies
-
-
-def copy_into(target: Any, buffer: Buffer) -> None:
-    """Copies a whole buffer to the start of `target`; large ones without holding the interpreter lock."""
-    nbytes = len(buffer)
-    if nbytes < 1 << 16 or (isinstance(buffer, memoryview) and buffer.readonly):
-        target[:nbytes] = buffer  # ctypes has no way to the address of read-only memory
-    elif isinstance(buffer, bytes):
-        ctypes.memmove(_address_of(target), buffer, nbytes)
-    else:
-        ctypes.memmove(_address_of(target), _address_of(memoryview(buffer)), nbytes)
-
-
-def _address_of(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

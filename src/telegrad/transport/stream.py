@@ -126,7 +126,8 @@ class StreamConnection(Connection):
         self._write_pieces(pieces, lane, nbytes + len(frames.header), timeout, before_waiting)
 
     def _check(self, frames: Frames, nbytes: int) -> None:
-        self._check_size(nbytes, self._limit)
+        if nbytes > self._limit:
+            self._check_size(nbytes, self._limit)
         if len(frames.header) > MAX_HEADER or len(frames.buffers) > MAX_BUFFERS:
             raise TooLargeError(
                 f"a message to worker {self.peer.name!r} has a header of {len(frames.header)} bytes and "

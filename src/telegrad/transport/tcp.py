@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ from .base import split_address
 from .lease import ReadLease
 from .listening import StreamTransport
 from .stream import StreamConnection
+from .wire import FrameReader
+
+_WORTH_READING = 256 << 10  # bytes of a large message; see TcpConnection._read_from
 
 
 class TcpConnection(StreamConnection):
@@ -20,7 +24,30 @@ class TcpConnection(StreamConnection):
 
     def __init__(self, sock: socket.socket, peer: Hello, lease: ReadLease, options: Options) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._low_water = 1  # guarded by the lease
         super().__init__(sock, peer, lease, options)
+
+    def _make_reader(self) -> FrameReader:
+        return FrameReader(self._limit, self._private_pool, read_from=self._read_from)
+
+    def _read_from(self, nbytes: int) -> None:
+        """Has the system say that there is something to read when so many bytes are there, or many, or the end.
+
+        A thread that takes each packet of a large message as it comes spends a quarter of its time on waking, and
+        contends with the sender for the socket.
+        """
+        nbytes = min(nbytes, _WORTH_READING)
+        if nbytes != self._low_water:
+            self._low_water = nbytes
+            with contextlib.suppress(OSError):  # where a system has no such thing it never says less than this
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+
+    def tick(self) -> None:
+        super().tick()
+        if self._low_water > 1:
+            # Old systems have been known to wait for more than they had room for. Now the thread reads what is there.
+            with contextlib.suppress(OSError):
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
 
 class TcpTransport(StreamTransport):

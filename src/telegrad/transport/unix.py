@@ -22,9 +22,10 @@ from ..events import logger
 from ..messages import Hello
 from ..options import SHARED_MEMORY_FROM, Options
 from .base import BeforeWaiting, Buffer, ConnectionStatistics, Frames, left_until, split_address
+from .copying import copy_all
 from .lease import ReadLease
 from .listening import StreamTransport
-from .shared_memory import FREE, Mappings, Segment, SegmentPool, aligned, copy_all, parts
+from .shared_memory import FREE, Mappings, Segment, SegmentPool, parts, room_for
 from .stream import _NO_SIGNAL, _TRUNCATED, IOV_MAX, StreamConnection
 from .wire import FrameReader, forget_frame, in_pieces, in_segment
 
@@ -58,7 +59,7 @@ class UnixConnection(StreamConnection):
     ) -> Segment | None:
         if nbytes < SHARED_MEMORY_FROM:
             return None
-        needed = sum(aligned(len(b)) for b in frames.buffers)
+        needed = room_for(map(len, frames.buffers))
         if not self._pool.has_room(needed, self._unread_limit):
             self._wait_for_room(needed, deadline, before_waiting)
         try:
@@ -97,7 +98,7 @@ class UnixConnection(StreamConnection):
         else:
             fresh = not lane.passed_on
             pieces = [in_segment(frames.header, frames.buffers, lane.id, lane.capacity, fresh=fresh)]
-        self._forgotten = self._pool.take_dropped()
+        self._forgotten = self._pool.take_dropped() if self._pool.dropped else []
         if self._forgotten:
             pieces.insert(0, forget_frame(self._forgotten))
         return pieces
@@ -135,7 +136,7 @@ class UnixConnection(StreamConnection):
 
     def _shared_buffers(self, place: tuple[int, int, int], lengths: Sequence[int]) -> list[Buffer]:
         id, capacity, fresh = place
-        nbytes = sum(map(aligned, lengths))
+        nbytes = room_for(lengths)
         if nbytes > capacity:
             raise ProtocolError(f"a message of {sum(lengths)} bytes does not fit its segment of {capacity}")
         if fresh:

@@ -81,6 +81,10 @@ def _no_segments(place: tuple[int, int, int], lengths: Sequence[int]) -> list[Bu
     raise ProtocolError("a message in shared memory over a transport without it")
 
 
+def _any_time(nbytes: int) -> None:
+    pass
+
+
 def _no_forgetting(ids: list[int]) -> None:
     raise ProtocolError("a FORGET frame over a transport without shared memory")
 
@@ -97,11 +101,13 @@ class FrameReader:
         pool: SegmentPool,
         on_shared: Callable[[tuple[int, int, int], Sequence[int]], list[Buffer]] = _no_segments,
         on_forget: Callable[[list[int]], None] = _no_forgetting,
+        read_from: Callable[[int], None] = _any_time,
     ) -> None:
         self._limit = limit
         self._pool = pool
         self._on_shared = on_shared
         self._on_forget = on_forget
+        self._read_from = read_from  # told how many bytes come for certain before there is anything to do with them
         self._inbox = bytearray(INBOX)
         self._view = memoryview(self._inbox)
         self._start = self._end = 0  # what of the inbox was received and not yet parsed
@@ -191,6 +197,7 @@ class FrameReader:
             return False
         frames.append(Frames(partial.header, partial.buffers))
         self._partial = None
+        self._read_from(1)
         self.messages += 1
         self.nbytes += partial.nbytes
         return True
@@ -201,6 +208,7 @@ class FrameReader:
         rest = partial.rest
         self._direct = len(rest) >= SHARED_MEMORY_FROM
         self.target = rest if self._direct else self._view
+        self._read_from(len(rest))
 
     def _make_room(self) -> None:
         """Makes room behind half a message. Grows the inbox only when half of it is full of what has really come."""
