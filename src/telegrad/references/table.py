@@ -179,8 +179,9 @@ class References(OwnedValues):
             clear_soon()
         envelope.lent = envelope.dropped = ()  # it may be sent again
 
-    def incoming(self, envelope: Envelope, sender: int) -> Arrival:
-        """Counts what a message creates, lends and gives back. While reading: never blocks, and runs no user code.
+    def incoming(self, envelope: Envelope, sender: int) -> tuple[Arrival, Task | None]:
+        """Counts what a message creates, lends and gives back. While reading: never blocks, and runs no user code. The
+        task does, where values are not needed any more.
 
         Raises:
             ProtocolError: it creates a value under an id of another worker than its sender.
@@ -192,8 +193,7 @@ class References(OwnedValues):
                 f"worker {self.host.name_of(sender)!r} (id {sender}) creates the value {creates}, an id that only "
                 f"worker {sender_of(creates)} gives"
             )
-        if envelope.dropped and (task := self._return_credits(sender, envelope.dropped)) is not None:
-            self.host.submit(task)
+        task = self._return_credits(sender, envelope.dropped) if envelope.dropped else None
         holds: list[tuple[Held, Hold]] = []
         with self._lock:
             if creates:
@@ -222,7 +222,7 @@ class References(OwnedValues):
                 arrived.append(held)
         for held, hold in holds:
             self.host.submit(partial(self._hold, held, hold))
-        return Arrival(arrived, self.let_go)
+        return Arrival(arrived, self.let_go), task
 
     def _arrive_locked(self, entry: Owned, sender: int) -> Owned:
         """A message with a handle to a value of this worker was read: it counts as one here."""

@@ -40,7 +40,7 @@ class Incoming(msgspec.Struct, eq=False):
     frames: Frames
     deadline: float | None  # of a call
     call: PendingCall | None  # that an answer completes
-    task: Callable[[], None] | None  # what is left to do for a message of a backward pass
+    task: Callable[[], None] | None  # what is left to do for a message of a backward pass; before a call is run
 
 
 def _answers_first(message: Incoming) -> bool:
@@ -63,7 +63,7 @@ class Reader:
         on_expired: Callable[[PendingCall], None],
         on_lost: Callable[[Connection, str], None],
         merge: Callable[[Envelope, Connection], None],
-        arrive: Callable[[Envelope, int], Any],
+        arrive: Callable[[Envelope, int], tuple[Any, Callable[[], None] | None]],
         on_control: Callable[[int, Envelope, Frames], Callable[[], None] | None],
         on_marked: Callable[[Envelope, Connection, Frames, float], None],
     ) -> None:
@@ -167,12 +167,14 @@ class Reader:
         if envelope.autograd is not None:
             self._merge(envelope, connection)
         if envelope.lent or envelope.creates or envelope.dropped:
-            frames.keep = self._arrive(envelope, connection.peer.id)
+            frames.keep, task = self._arrive(envelope, connection.peer.id)
+            if task is not None and kind != _CALL:
+                self._threads.submit(task)
         if kind == _CALL:
             if envelope.timeout is not None:
                 deadline = clock.now() + envelope.timeout
         elif kind in _ANSWERS:
-            call = self._pending.claim(envelope.reply_to, connection)
+            call, task = self._pending.claim(envelope.reply_to, connection), None
         else:
             task = self._on_control(connection.peer.id, envelope, frames)
         found.append(Incoming(connection, envelope, frames, deadline, call, task))

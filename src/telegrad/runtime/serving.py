@@ -55,6 +55,8 @@ class Server:
 
     def on_call(self, message: Incoming) -> None:
         """Runs the function of a call and answers it."""
+        if message.task is not None:
+            message.task()
         if self._closed:
             return
         connection, envelope, deadline = message.connection, message.envelope, message.deadline
