@@ -260,3 +260,4 @@ class Member(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...]
     host: str  # which machine and user; the same for two workers that can share a unix socket
     rank: int = -1
+    has_device_maps: bool = False  # then all of a group of a fixed size check them: see runtime/device_maps.py

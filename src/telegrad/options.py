@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
+
+Device = int | str | torch.device
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -45,6 +50,16 @@ class Options:
     pool_bytes: int = 1 * GIB
     """Free memory kept for reuse per connection, in bytes, before it is given back to the system."""
 
+    device_maps: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    """By name of a worker: where the tensors of calls to it arrive, as {device here: device there}. A device is a
+    number (of a CUDA device), a string or a torch.device. Answers, and the gradients of what was sent, go back by the
+    reverse. See docs/devices.md."""
+    devices: Sequence[Any] = ()
+    """The CUDA devices that the maps of this worker, and those of others to it, may name; none: all that there are."""
+    strict_devices: bool = False
+    """Refuses to send a tensor from a device that no map names, as torch does. Else it arrives on the device of the
+    same name where the other worker has that, and on the CPU where not. The CPU needs no map."""
+
     spin: float = 300e-6
     """How long a thread that expects a message polls before it sleeps. Waking an idle core costs more
     than most messages; 0 never spins."""
@@ -60,15 +75,65 @@ class Options:
         unknown = set(self.transports) - {"unix", "tcp"}
         if unknown or not self.transports:
             raise ValueError(f"Options.transports is {self.transports!r}; choose from 'unix' and 'tcp'")
+        if not isinstance(self.device_maps, _DeviceMaps):
+            maps = _DeviceMaps({to: _one_to_one(device_map) for to, device_map in self.device_maps.items()})
+            object.__setattr__(self, "device_maps", maps)
+        object.__setattr__(self, "devices", tuple([_cuda_name(device) for device in self.devices]))
 
     @classmethod
     def of(cls, options: Options | None, torch_options: Any = None) -> Options:
-        """The options given, or what torch's RpcBackendOptions say, or the defaults.
+        """The options given, or what torch's RpcBackendOptions say, or the defaults."""
+        if options is None:
+            options = cls() if torch_options is None else cls().with_those_of_torch(torch_options)
+        return options
 
-        Of torch's object the timeout is taken; its thread counts, channels and transports have no
-        meaning here, and its init_method is read by init_rpc().
-        """
-        result = options or cls()
-        if torch_options is not None and options is None:
-            result = replace(result, rpc_timeout=float(torch_options.rpc_timeout))
-        return result
+    def with_those_of_torch(self, torch_options: Any) -> Options:
+        """The same with the timeout, the device maps and the devices of torch's RpcBackendOptions; the last two where
+        they are set. Its thread counts, channels and transports have no meaning here, and its init_method is read by
+        init_rpc()."""
+        # That no two devices are mapped to one, torch's object may have seen only in part: it is checked at joining.
+        maps = {to: _names(device_map) for to, device_map in getattr(torch_options, "device_maps", {}).items()}
+        return replace(
+            self,
+            rpc_timeout=float(torch_options.rpc_timeout),
+            device_maps=_DeviceMaps(maps) or self.device_maps,
+            devices=getattr(torch_options, "devices", ()) or self.devices,
+        )
+
+
+class _DeviceMaps(dict[str, dict[str, str]]):
+    """Device maps whose devices are names: "cpu", or a type with an index."""
+
+
+def _name(device: Device) -> str:
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if found.type == "cpu":
+        return "cpu"
+    if found.index is None:
+        raise ValueError(f"a device map or list has {str(found)!r}; say which one, as in '{found.type}:0'")
+    return str(found)
+
+
+def _cuda_name(device: Device) -> str:
+    name = _name(device)
+    if not name.startswith("cuda:"):
+        kind = name.partition(":")[0]
+        raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {kind}.")
+    return name
+
+
+def _names(device_map: Mapping[Device, Device]) -> dict[str, str]:
+    return {_name(source): _name(target) for source, target in device_map.items()}
+
+
+def _one_to_one(device_map: Mapping[Device, Device]) -> dict[str, str]:
+    """A map with names; a ValueError where two devices are mapped to one: it could not be reversed."""
+    reverse: dict[str, str] = {}
+    for source, target in device_map.items():
+        here, there = _name(source), _name(target)
+        if there in reverse:
+            raise ValueError(
+                f"`device_map` only supports 1-to-1 mapping, trying to map {here} and {reverse[there]} to {there}"
+            )
+        reverse[there] = here
+    return _names(device_map)

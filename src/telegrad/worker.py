@@ -34,7 +34,7 @@ from .primitives.text import check_name
 from .references.entries import Entry, Held
 from .references.table import References
 from .rendezvous.group import Group, this_host
-from .runtime import context_ends, shutdown
+from .runtime import context_ends, device_maps, shutdown
 from .runtime.broadcast import ask
 from .runtime.calls import Calls
 from .runtime.peers import Peers
@@ -78,7 +78,7 @@ class Worker:
             member.name, self._poller, options.idle_thread_timeout, self._on_thread_start, self._tick
         )
         self._lease = ReadLease(self._poller, options.spin)
-        self._codec = Codec(member.id, hello.main)
+        self._codec = Codec(member.id, hello.main, options.strict_devices)
         self._pending = PendingCalls(self._on_expired, self._threads.new_timer)
         self.contexts = Contexts(member.id, self.new_message_id)
         self.attach = Attach(member.id, self.contexts, self.new_message_id)
@@ -143,7 +143,8 @@ class Worker:
             if listen:
                 self._on_call = self._server.on_call
                 addresses = self._peers.listen()
-                self.member = Member(self.id, self.name, addresses, self.member.host, self.member.rank)
+                host, rank, has_maps = self.member.host, self.member.rank, device_maps.are_set(self.options)
+                self.member = Member(self.id, self.name, addresses, host, rank, has_maps)
             for end in self._self_ends:
                 end.open()
             self._threads.start()
@@ -153,8 +154,7 @@ class Worker:
             with contextlib.suppress(RendezvousError):  # the store may be what failed
                 self.group.fail(self.member.rank, f"worker {self.name!r}: {type(error).__name__}: {text_of(error)}")
             raise
-        if self.group.world_size is not None:
-            self.group.wait_for_all()
+        device_maps.agree(self.group, self.member, self.options)
 
     def _refuse_call(self, message: Incoming) -> None:
         self.on_lost(message.connection, f"worker {self.name!r} only looks at the group, and takes no calls")

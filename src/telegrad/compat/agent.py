@@ -90,7 +90,8 @@ class Agent:
         return self._torch_options
 
     def _get_device_map(self, to: messages.WorkerInfo) -> dict[torch.device, torch.device]:
-        return dict(self._torch_options.device_maps.get(to.name, {}))
+        found = self.worker.options.device_maps.get(to.name, {})
+        return {torch.device(source): torch.device(target) for source, target in found.items()}
 
 
 def _check_name(name: str) -> None:
@@ -101,16 +102,6 @@ def _check_name(name: str) -> None:
         raise RuntimeError(f"Worker name must be shorter than {_LONGEST_NAME} characters.")
     if not _NAME.fullmatch(name):
         raise RuntimeError(f"Worker name must match [A-Za-z0-9-_:]*, but {name!r} does not.")
-
-
-def _check_device_maps(maps: dict[str, dict[torch.device, torch.device]]) -> None:
-    for to, device_map in maps.items():
-        for source, target in device_map.items():
-            if source != target:
-                raise NotImplementedError(
-                    f"set_device_map({to!r}, {{{str(source)!r}: {str(target)!r}}}): telegrad sends a tensor to its own "
-                    "device, and does not map it to another; move it in the function that is called, with to()"
-                )
 
 
 class _CheckedName(type):
@@ -142,11 +133,10 @@ def start_with(options: Options) -> Callable[..., Agent]:
         if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
             raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
         _check_name(name)
-        _check_device_maps(rpc_backend_options.device_maps)
         _torch_options = rpc_backend_options
-        timeout = float(rpc_backend_options.rpc_timeout)
+        chosen = replace(options.with_those_of_torch(rpc_backend_options), strict_devices=True)
         group = Group(store, world_size or None, options.init_timeout)
-        worker = Worker.start(name, group, replace(options, rpc_timeout=timeout), rank=rank)
+        worker = Worker.start(name, group, chosen, rank=rank)
         set_default_worker(worker)
         return get_agent()
 

@@ -154,13 +154,18 @@ class Attach:
         autograd = envelope.autograd
         if autograd is None or not autograd.sent:
             return None
-        return partial(self._recv, envelope.id, autograd)
+        came_from = None
+        if envelope.device_map is not None:
+            came_from = {here: there for there, here in envelope.device_map.items()}
+        return partial(self._recv, envelope.id, autograd, came_from)
 
-    def _recv(self, message: int, autograd: Autograd, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _recv(
+        self, message: int, autograd: Autograd, came_from: dict[str, str] | None, tensors: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
         sent = autograd.sent
         if len(sent) != len(tensors):
             raise GradientError(f"message {message} has {len(tensors)} tensors that require grad, not {len(sent)}")
-        received = make_recvs(message, sent, autograd.context, tensors)
+        received = make_recvs(message, sent, autograd.context, tensors, came_from)
         context = self._live.get(autograd.context)
         if context is not None:  # else backward() will say that it has ended
             for entry, tensor in zip(sent, received, strict=True):

@@ -187,6 +187,7 @@ for _kind in (Send, Recv, Wait):
 # sent in a message, as torch's send function does.
 _recv_node: Any = Recv._backward_cls
 _recv_node.__name__ = "torch::distributed::autograd::RecvRpcBackward"
+_recv_node.came_from = None
 Wait._backward_cls.__name__ = "torch::distributed::autograd::SendRpcBackward"
 
 
@@ -243,16 +244,23 @@ def alias_of(leaf: torch.Tensor) -> torch.Tensor | None:
 
 
 def make_recvs(
-    message: int, sent: Sequence[LogEntry], context: int, tensors: Sequence[torch.Tensor]
+    message: int,
+    sent: Sequence[LogEntry],
+    context: int,
+    tensors: Sequence[torch.Tensor],
+    came_from: dict[str, str] | None = None,
 ) -> list[torch.Tensor]:
-    """Returns the tensors of a message, each with a Recv as its history."""
+    """Returns the tensors of a message, each with a Recv as its history. `came_from` has the sender's devices by those
+    of this worker, where a device map said where the tensors were to arrive."""
     if not torch.is_grad_enabled():
         with torch.enable_grad():
-            return make_recvs(message, sent, context, tensors)
+            return make_recvs(message, sent, context, tensors, came_from)
     received = []
     for place, entry in enumerate(sent):
         tensor = _apply_recv(torch.empty(0, requires_grad=True), entry.id, message, place, context, tensors)
         tensor.grad_fn._set_sequence_nr(_SOON)
+        if came_from is not None:
+            tensor.grad_fn.came_from = came_from
         received.append(tensor)
     return received
 

@@ -46,6 +46,15 @@ def forward(id: int, /, *args: Any, **kwargs: Any) -> Any:
     return result if came else _moved(result, torch.device("cpu"))
 
 
+def forward_by_map(id: int, /, *args: Any, **kwargs: Any) -> Any:
+    """The same where the caller has a device map: that says where the results go."""
+    module: nn.Module = value_here(id)
+    device = _device_of(module)
+    if device.type != "cpu":
+        args, kwargs = _moved((args, kwargs), device)
+    return module(*args, **kwargs)
+
+
 def _device_of(module: nn.Module) -> torch.device:
     for tensor in itertools.chain(module.parameters(), module.buffers()):
         return tensor.device

@@ -119,20 +119,25 @@ class RemoteModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module there, with its hooks, and returns the result.
 
-        Where it is on another device than the CPU, tensors are taken to that; and the results back to the CPU,
-        unless one of the arguments came on that device.
+        Where it is on another device than the CPU, tensors are taken to that. Results arrive where the reverse of
+        this worker's device map for its owner says; where there is no such map on the CPU, unless one of the arguments
+        came on the module's device.
         """
-        return self._call(remote.forward, *args, **kwargs)
+        return self._call(self._forward(), *args, **kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
         """The same, and returns the result's future. Hooks of the object here do not run."""
         rref = self.module_rref
         rref.check_creation()
-        future = rpc.rpc_async(rref.entry.owner, remote.forward, (rref.entry.id, *args), kwargs)
+        future = rpc.rpc_async(rref.entry.owner, self._forward(), (rref.entry.id, *args), kwargs)
         # The call names the module by its id, so this handle has to live until it is answered. A call that waits for
         # its answer keeps its future.
         future.__dict__["keeps"] = rref
         return future
+
+    def _forward(self) -> Callable[..., Any]:
+        maps = current_worker().options.device_maps
+        return remote.forward_by_map if maps and self.module_rref.owner_name() in maps else remote.forward
 
     def _call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         rref = self.module_rref

@@ -9,6 +9,7 @@
     failed/<rank>        why the worker of that rank could not start
     member/<id>          its Member entry
     <barrier>/<rank>     set when that rank has arrived there
+    <topic>/<rank>       what that rank has said to all
 
 A store's client blocks all its users while it waits for a key, so a worker that waits polls instead. Each request has
 a time limit (see store.py).
@@ -212,7 +213,32 @@ class Group:
             )
         return self.members()
 
-    # -- barriers --------------------------------------------------------------------------------------
+    # -- all together ----------------------------------------------------------------------------------
+
+    def exchange(self, topic: str, member: Member, said: bytes) -> list[bytes]:
+        """Says something to every rank, and returns what all have said, by rank. A worker that takes the place of one
+        that has left waits for no other, and hears those that have said something.
+
+        Raises:
+            RendezvousError: some did not say anything in time, or could not join; it names their ranks.
+        """
+        assert self.world_size is not None
+        self._ask(self._until(None), "set", f"{topic}/{member.rank}", said)
+        heard: dict[int, bytes] = {}
+
+        def all_said() -> bool:
+            until = self._until(None)
+            for rank in range(self.world_size or 0):
+                if rank not in heard and (found := self._get(f"{topic}/{rank}", until)) is not None:
+                    heard[rank] = found
+                elif rank not in heard and (reason := self._get(f"failed/{rank}", until)) is not None:
+                    raise RendezvousError(f"rank {rank} could not join the group: {reason.decode()}")
+            return len(heard) == self.world_size or member.id != member.rank
+
+        if not poll_until(all_said, self._timeout):
+            missing = sorted(set(range(self.world_size)) - set(heard))
+            raise RendezvousError(f"ranks {missing} have joined, and did not say {topic} within {self._timeout:.0f} s")
+        return [heard[rank] for rank in sorted(heard)]
 
     def arrive(self, barrier: str, rank: int, timeout: float | None = None) -> None:
         self._ask(self._until(timeout), "set", f"{barrier}/{rank}", b"1")

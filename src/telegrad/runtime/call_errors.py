@@ -10,6 +10,7 @@ from ..errors import CallTimeoutError, DecodeError, EncodeError, GradientError, 
 from ..gradients.attach import NoHistoryError
 from ..messages import Call
 from ..serialization.codec import Codec
+from ..serialization.devices import UnmappedDeviceError
 from .pending import PendingCall
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ def why_not_sent(worker: Worker, codec: Codec, error: BaseException, call: Pendi
     """The error that the caller of a call sees, which could not be sent."""
     assert call.connection is not None
     if isinstance(error, EncodeError):
+        if isinstance(error.__cause__, UnmappedDeviceError):
+            return error  # torch's words, with the worker and the device
         values = [*body.args, *(body.kwargs or {}).values()]
         track = worker.attach.current() is not None
         culprit = codec.first_unsendable(values, call.connection.peer, track=track)

@@ -215,6 +215,8 @@ class Calls:
         if not is_grad_enabled() or is_inference_mode_enabled() or is_any_autocast_enabled():
             modes = current_modes()
         envelope = Envelope(_CALL, call.id, 0, limit, depth, modes)
+        if maps := worker.options.device_maps:
+            envelope.device_map = maps.get(call.peer)
         if creates is not None:
             envelope.creates = creates.id
             if isinstance(creates, Held):

@@ -18,6 +18,7 @@ from ..primitives import clock, current
 from ..serialization.codec import Codec
 from ..transport.base import Connection
 from . import profiled_calls
+from .device_maps import reversed_map
 from .threads import Threads
 
 if TYPE_CHECKING:
@@ -160,6 +161,8 @@ class Server:
         if call.creates:
             result = self._keep(call.creates, result)
         envelope = Envelope(_REPLY, worker.new_message_id(), call.id)
+        if call.device_map is not None:
+            envelope.device_map = reversed_map(call.device_map)
         context = None if call.autograd is None else worker.attach.context_of(call)
         try:
             worker.send(connection, envelope, Reply(result), None, None, context)

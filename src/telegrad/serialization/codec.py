@@ -43,6 +43,7 @@ from ..messages import (
 from ..primitives.interrupts import interruptible, is_interrupt
 from ..transport.base import Buffer, Frames
 from .by_name import Names
+from .devices import NO_MAP, StrictTargets, Targets, UnmappedDeviceError, check_all_here
 from .handles import Handle
 from .pickling_state import Outgoing
 from .values import Attach, Values, reason_of
@@ -90,8 +91,9 @@ class Packed(Frames, eq=False):
 class Codec(Values):
     """One worker's codec. Any number of threads encode and decode at once."""
 
-    def __init__(self, worker_id: int, main: str) -> None:
+    def __init__(self, worker_id: int, main: str, strict_devices: bool = False) -> None:
         super().__init__(worker_id)
+        self._strict = strict_devices
         self._main = main or None  # None: not known, and so no peer's
         self._names = Names()
         self.unanswered = self.definitions.unanswered  # not empty: tell `on_answer` of answers
@@ -99,13 +101,18 @@ class Codec(Values):
     # -- encoding --------------------------------------------------------------------------------------
 
     def pack(self, envelope: Envelope, body: Body, peer: Hello, *, track: bool = False) -> Packed:
-        """A body as bytes; with `track`, also the tensors in it that require grad. Only the kind and the id of the
-        envelope must be known by now. What is in CONTROLS needs none of this: see encode_control.
+        """A body as bytes; with `track`, also the tensors in it that require grad. Only the kind, the id and the
+        device map of the envelope must be known by now. What is in CONTROLS needs none of this: see encode_control.
 
         Raises:
-            EncodeError: something in the body cannot be pickled, or not tracked.
+            EncodeError: something in the body cannot be pickled, or not tracked, or is on a device that no map names.
         """
-        message = Outgoing(peer.id, peer.main == self._main, [] if track else None)
+        targets: Targets | None = None
+        if self._strict and envelope.kind <= _REPLY:  # gradients always go where they came from
+            targets = NO_MAP if envelope.device_map is None else StrictTargets(envelope.device_map)
+        elif envelope.device_map is not None:
+            targets = Targets(envelope.device_map)
+        message = Outgoing(peer.id, peer.main == self._main, [] if track else None, targets)
         try:
             name, values, shape = b"", None, _FIELDS
             if type(body) is Call and (
@@ -125,6 +132,8 @@ class Codec(Values):
                 shape |= _CARRIES
         except EncodeError:
             raise
+        except UnmappedDeviceError as error:
+            raise EncodeError(error.text("Response" if envelope.kind == _REPLY else "Request", peer.name)) from error
         except BaseException as error:
             raise EncodeError(reason_of(error)) from error
         skeleton = b"".join((_HEAD.pack(shape, len(name)), name, pickled))
@@ -169,6 +178,8 @@ class Codec(Values):
         """
         sender = envelope.id >> COUNTER_BITS
         carried = None
+        if envelope.device_map is not None:
+            check_all_here(envelope.device_map.values())
         try:
             skeleton, *buffers = frames.buffers
             shape, length = _HEAD.unpack_from(skeleton)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from .devices import Targets
 from .handles import Handle
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class Outgoing(msgspec.Struct, eq=False):
     same_main: bool  # whether the peer runs the same script as this worker
     # The tensors that require grad, in a message whose gradients will be asked for; None in any other.
     tracked: list[torch.Tensor] | None = None
+    targets: Targets | None = None  # where its tensors are to arrive
     keep: list[Any] = []  # what the memory of tensors belongs to
     carried: list[Definition] | None = []  # None: it cannot carry any
     handles: list[Handle] | None = []  # None: it cannot carry any

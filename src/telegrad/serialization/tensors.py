@@ -3,7 +3,7 @@
 `reduce_tensor` says how a tensor is rebuilt. Small memory is copied into the skeleton; from SHARED_MEMORY_FROM bytes on
 it is a pickle buffer that points at the tensor's own memory, which the transport moves. The memory is sent as it lies
 where it is dense (any order of strides), else packed. The conj and neg bits travel as bits. A tensor of another device
-goes through host memory, and back to its device where the receiver has it.
+goes through host memory. Its description names the device that it is to arrive on: see devices.py.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .._torch import (
 )
 from ..errors import EncodeError
 from ..options import SHARED_MEMORY_FROM
+from .devices import Targets, have_device
 from .pickling_state import arriving
 
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
@@ -58,14 +59,15 @@ def _saves_itself(kind: type[torch.Tensor]) -> bool:
     return kind.__reduce_ex__ not in _TORCHS_WAYS or kind.__reduce__ is not torch.Tensor.__reduce__
 
 
-def reduce_tensor(tensor: torch.Tensor, keep: list[Any]) -> Any:
+def reduce_tensor(tensor: torch.Tensor, keep: list[Any], targets: Targets | None) -> Any:
     """How pickle should save a tensor, or NotImplemented for one that knows better itself.
 
-    `keep` gets what must live until the memory that pickle buffers point at was sent.
+    `keep` gets what must live until the memory that pickle buffers point at was sent. `targets` says where tensors of
+    which device are to arrive; None: on the device of the same name.
     """
     kind = type(tensor)
     if kind is torch.Tensor and not tensor.__dict__:
-        return _reduce_plain(tensor, keep)
+        return _reduce_plain(tensor, keep, targets)
     with DisableTorchFunctionSubclass():
         if _saves_itself(kind):
             return NotImplemented
@@ -123,17 +125,21 @@ def _state(tensor: torch.Tensor) -> Any:
     return dict(state) or None if isinstance(state, dict) else state
 
 
-def _reduce_plain(tensor: torch.Tensor, keep: list[Any]) -> Any:
+def _reduce_plain(tensor: torch.Tensor, keep: list[Any], targets: Targets | None) -> Any:
     if tensor.layout is not torch.strided:
         return _reduce_sparse(tensor)
     if tensor.is_quantized:
         return _reduce_quantized(tensor)
-    description = describe(tensor, keep)
+    description = describe(tensor, keep, targets)
     return NotImplemented if description is None else (rebuild, description)
 
 
-def describe(tensor: torch.Tensor, keep: list[Any]) -> tuple[Any, ...] | None:
-    """A plain tensor as the arguments of `rebuild`; None for one with more to it than strided memory."""
+def describe(tensor: torch.Tensor, keep: list[Any], targets: Targets | None) -> tuple[Any, ...] | None:
+    """A plain tensor as the arguments of `rebuild`; None for one with more to it than strided memory.
+
+    Raises:
+        UnmappedDeviceError: `targets` are strict, and its device is not among them.
+    """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.__dict__:
         return None
     flags = 0
@@ -152,7 +158,11 @@ def describe(tensor: torch.Tensor, keep: list[Any]) -> tuple[Any, ...] | None:
         if tensor.is_meta:
             return None
         device = str(tensor.device)
+        if targets is not None:
+            device = targets[device]
         tensor = tensor.cpu()
+    elif targets:
+        device = targets.get("cpu")
     shape, stride = tensor.shape, tensor.stride()
     if not tensor.is_contiguous():
         if 0 not in stride:
@@ -175,7 +185,7 @@ def describe(tensor: torch.Tensor, keep: list[Any]) -> tuple[Any, ...] | None:
     else:
         memory = pickle.PickleBuffer(_array_type(nbytes).from_address(tensor.data_ptr()))
         keep.append(tensor)
-    return memory, _DTYPE_NAMES[dtype], tuple(shape), stride, flags, device
+    return memory, _DTYPE_NAMES[dtype], tuple(shape), stride, flags, None if device == "cpu" else device
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -209,7 +219,7 @@ def rebuild(
         if len(shape) != 1 or stride != (1,):
             # In place. What view() makes in no_grad could not be changed in place where gradients are recorded.
             tensor.as_strided_(shape, stride)
-    if device is not None and _have_device(device):
+    if device is not None and have_device(device):
         tensor = tensor.to(device)
     if flags:
         if flags & _NEG:
@@ -219,14 +229,6 @@ def rebuild(
         if flags & REQUIRES_GRAD and not detached:
             tensor.requires_grad_()
     return tensor
-
-
-def _have_device(name: str) -> bool:
-    device = torch.device(name)
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device.type:
-        return False
-    return (device.index or 0) < torch.accelerator.device_count()
 
 
 def _rebuild_subclass(kind: type[torch.Tensor], plain: torch.Tensor, requires_grad: bool, state: Any) -> torch.Tensor:

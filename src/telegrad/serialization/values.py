@@ -27,6 +27,7 @@ from ..primitives.interrupts import interruptible, is_interrupt
 from ..transport.base import Buffer
 from .by_value import ByValuePickler, Dependencies
 from .by_value_cache import Definitions
+from .devices import Targets
 from .handles import Handle
 from .namespaces import Namespaces, is_by_value, is_definition
 from .pickling_state import Outgoing, unpickling
@@ -76,7 +77,7 @@ class Values:
                 if id(value) in seen:
                     tensors[position] = seen[id(value)]
                     continue
-                description = describe(value, message.keep)
+                description = describe(value, message.keep, message.targets)
                 if description is None:
                     return self.dump_nested(values, message, in_band=False)
                 tensors[position] = description
@@ -135,7 +136,7 @@ class Values:
         keep: list[Any] = []
         file = io.BytesIO()
         pickler = ByValuePickler(
-            file, None, self.namespaces, lambda obj: _reduce_data(obj, keep, same_main=False), made_of
+            file, None, self.namespaces, lambda obj: _reduce_data(obj, keep, None, same_main=False), made_of
         )
         try:
             interruptible(pickler.dump, value)
@@ -159,7 +160,7 @@ class Values:
             return obj.rebuild, (obj.entry.id, obj.entry.owner)
         if message.tracked is not None and isinstance(obj, torch.Tensor) and obj.requires_grad:
             return reduce_tracked(obj, message.tracked)
-        return _reduce_data(obj, message.keep, same_main=message.same_main)
+        return _reduce_data(obj, message.keep, message.targets, same_main=message.same_main)
 
     # -- unpickling ------------------------------------------------------------------------------------
 
@@ -209,9 +210,9 @@ def _no_handle(id: int, owner: int) -> Any:
     raise DecodeError(f"an RRef (to value {id} of worker {owner}) came where none is known")
 
 
-def _reduce_data(obj: Any, keep: list[Any], *, same_main: bool) -> Any:
+def _reduce_data(obj: Any, keep: list[Any], targets: Targets | None, *, same_main: bool) -> Any:
     if issubclass(type(obj), torch.Tensor):
-        return reduce_tensor(obj, keep)
+        return reduce_tensor(obj, keep, targets)
     if is_named_by_torch(obj):
         return reduce_named_by_torch(obj, same_main)
     return NotImplemented
