@@ -51,10 +51,13 @@ _found: set[str] = set()
 
 
 def have_device(name: str) -> bool:
-    """Whether this process has that device."""
+    """Whether this process has that device. The name may come from a peer, and be none."""
     if name in _found:
         return True
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        return False
     if device.type != "cpu":
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None or accelerator.type != device.type:
