@@ -23,21 +23,47 @@ SUITES = {
     "DdpComparisonTest": "ddp_under_dist_autograd_test",
 }
 
+# The same, of those whose tests need CUDA devices.
+CUDA_SUITES = {
+    "TensorPipeAgentCudaRpcTest": "rpc.rpc_test",
+    "CudaDistAutogradTest": "rpc.dist_autograd_test",
+    "CudaRemoteModuleTest": "nn.api.remote_module_test",
+}
+
 
 def names_in(suite: str) -> list[str]:
-    """The names of a suite's tests. Its module is read and not imported, since that takes long."""
+    """The names of a suite's tests."""
+    return sorted(_tests_in(suite))
+
+
+def devices_for(suite: str) -> dict[str, int]:
+    """How many CUDA devices a suite's tests need, by their names."""
+    found = dict.fromkeys(names_in(suite), 0)
+    for name, test in _tests_in(suite).items():
+        for decorator in test.decorator_list:
+            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "skip_if_lt_x_gpu":
+                found[name] = ast.literal_eval(decorator.args[0])
+    return found
+
+
+def _tests_in(suite: str) -> dict[str, ast.FunctionDef]:
+    """A suite's module is read and not imported, since that takes long."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
-    path = Path(torch.origin).parent.joinpath(*(_PACKAGE + SUITES[suite]).split(".")[1:]).with_suffix(".py")
+    module = _PACKAGE + {**SUITES, **CUDA_SUITES}[suite]
+    path = Path(torch.origin).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
     classes = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
 
-    def names(of: str) -> set[str]:
-        own = {node.name for node in classes[of].body if isinstance(node, ast.FunctionDef)}
-        bases = [base.id for base in classes[of].bases if isinstance(base, ast.Name) and base.id in classes]
-        return own.union(*map(names, bases))
+    def tests(of: str) -> dict[str, ast.FunctionDef]:
+        found = {}
+        for base in reversed(classes[of].bases):
+            if isinstance(base, ast.Name) and base.id in classes:
+                found |= tests(base.id)
+        own = [node for node in classes[of].body if isinstance(node, ast.FunctionDef)]
+        return found | {node.name: node for node in own if node.name.startswith("test")}
 
-    return sorted(name for name in names(suite) if name.startswith("test"))
+    return tests(suite)
 
 
 _SCRIPTED_MODULE = "makes a RemoteModule for TorchScript, whose forward() is an RPC from inside of TorchScript"
@@ -82,6 +108,10 @@ DIFFERENT = {
     "RemoteModule has",
     "ThreeWorkersRemoteModuleTest.test_send_remote_module_over_the_wire": "asserts the list of private attributes "
     "that travel with a RemoteModule",
+}
+
+CUDA_DIFFERENT = {
+    "CudaRemoteModuleTest.test_input_moved_to_cuda_device_script": _SCRIPTED_MODULE,
 }
 
 # These wait for something that does not come here, until they are ended.
