@@ -222,3 +222,46 @@ def test_the_agent_and_the_groups_numbers(tmp_path: Path) -> None:
     assert info == "WorkerInfo(name='alone', id=0) 60.0"
     assert numbers == "7.0 5 {'alone': 3}"
     assert "could not find destination" in unknown
+
+
+def test_device_maps_of_torchs_options(tmp_path: Path) -> None:
+    """Wrong ones are refused at the start, and a device that none names, when a tensor is to be sent from it. torch's
+    lazy device stands for a GPU."""
+    shown = run_code(
+        f"""
+        import telegrad.compat
+        telegrad.compat.install()
+        import torch
+        import torch._lazy.ts_backend
+        import torch.distributed.rpc as rpc
+        torch._lazy.ts_backend.init()
+        torch.cuda.device_count = lambda: 1
+
+        def start(path, **maps):
+            options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/" + path)
+            options.set_device_map("alone", maps)
+            rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+
+        try:
+            start("first", **{{"cuda:1": "cuda:0"}})
+        except ValueError as error:
+            print(str(error).splitlines()[0], rpc.api._is_current_rpc_agent_set())
+        start("second", cpu="cpu")
+        print(rpc.api._get_current_rpc_agent()._get_device_map(rpc.get_worker_info()))
+        print(rpc.rpc_sync("alone", torch.neg, args=(torch.ones(1),)))
+        try:
+            rpc.rpc_sync("alone", torch.neg, args=(torch.ones(1, device="lazy"),))
+        except RuntimeError as error:
+            print(error)
+        rpc.shutdown()
+        """
+    )
+    assert shown.splitlines() == [
+        "Node alone has source devices with invalid indices in its device map for alone False",
+        "{device(type='cpu'): device(type='cpu')}",
+        "tensor([-1.])",
+        "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU before sending "
+        "them over RPC, or call `set_device_map` on `TensorPipeRpcBackendOptions` to explicitly configure device "
+        "mapping. Request device mapping is not available for destination alone for device lazy:0 but received a "
+        "tensor on that device.",
+    ]

@@ -374,7 +374,8 @@ def test_an_envelope_survives(link):
 
 
 def test_an_envelope_is_fixed_when_it_is_encoded(link):
-    """Before that only its kind, id and device map are looked at, so a sender fills in the rest after the body was packed."""
+    """Before that only its kind, id and device map are looked at, so a sender fills in the rest after the body was
+    packed."""
     codec = link.near.codec
     draft: Any = types.SimpleNamespace(kind=Kind.CALL, id=5, device_map=None)
     packed = codec.pack(draft, telegrad.messages.Call(add, (1,), None), link.far.hello, track=True)
