@@ -134,6 +134,7 @@ def test_an_overwrite_after_a_call_was_sent() -> None:
             assert future.wait().unique().tolist() == [2 * n]
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize("size", SIZES)
 def test_gradients_of_what_a_side_stream_received(size: int) -> None:
     side = torch.cuda.Stream()
