@@ -42,7 +42,7 @@ class Backend:
 
 
 def _telegrad_options(transport: str | None) -> dict[str, Any]:
-    if transport is None:
+    if transport is None or transport == "gpu":
         return {}
     return {"options": import_module("telegrad").Options(transports=("tcp",))}
 
@@ -52,6 +52,7 @@ def _telegrad_options(transport: str | None) -> dict[str, Any]:
 # counts nothing on the loopback for a 16 MiB echo. With `_channels=["basic"]` they follow the messages.
 _TORCH_HELD_TO: dict[str | None, dict[str, Any]] = {
     None: {},
+    "gpu": {"device_maps": {"driver": {0: 0}, "peer1": {0: 0}}},
     "tcp": {"_transports": ["uv"]},
     "tcp, tensors too": {"_transports": ["uv"], "_channels": ["basic"]},
 }

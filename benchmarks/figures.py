@@ -21,7 +21,8 @@ class Setting:
     workers: int = 2
     """Workers that have joined a group when the task starts; it runs in the first. 0: one process, no group."""
     transport: str | None = None
-    """None for the backend's own choice, "tcp", or "tcp, tensors too" (see Note [torch over TCP])."""
+    """None for the backend's own choice, "tcp", "tcp, tensors too" (see Note [torch over TCP]); or "gpu": its own
+    choice, with the first GPU of one worker mapped to the first of the other."""
 
     def __str__(self) -> str:
         return f"{self.workers} workers, {self.transport or 'default'} transport" if self.workers else "one process"
@@ -30,6 +31,7 @@ class Setting:
 PAIR = Setting()
 PAIR_OVER_TCP = Setting(transport="tcp")
 PAIR_ALL_OVER_TCP = Setting(transport="tcp, tensors too")
+PAIR_ON_GPU = Setting(transport="gpu")
 ALONE = Setting(workers=0)
 
 

@@ -134,6 +134,14 @@ def test_pipeline(run: Run, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_gpu_pipeline(run: Run) -> None:
+    out = run("gpu_pipeline.py", "--steps", "8")
+    first, last, alone = numbers(rf"loss: {NUMBER} at first, {NUMBER} at last; in one process: {NUMBER}\n", out)
+    assert last < first
+    assert last == pytest.approx(alone, abs=1e-3)
+    assert re.search(r"front on (cpu|cuda:\d), back on (cpu|cuda:\d); the data on", out)
+
+
 def test_rnn(run: Run) -> None:
     out = run("rnn.py", "--steps", "30")
     first, last = numbers(rf"loss: {NUMBER} at first, {NUMBER} at last\n", out)

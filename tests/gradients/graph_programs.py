@@ -13,8 +13,10 @@ once, so a program gives the same result however its calls interleave.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -24,6 +26,11 @@ from torch.utils.checkpoint import checkpoint
 
 SIZE = 3  # of every vector
 ROWS = 4  # of a table of vectors
+
+# The devices that leaves lie on in turn, and that some operations move tensors between: "cpu,cuda". Empty: the CPU.
+DEVICES = tuple(filter(None, os.environ.get("TELEGRAD_GRAPH_DEVICES", "").split(",")))
+# Whether each worker computes on a stream of its own.
+STREAMS = bool(os.environ.get("TELEGRAD_GRAPH_STREAMS"))
 
 # Whether a hook that is called with None counts. torch calls the hooks of all outputs of a node that runs, and the
 # tensors of one message are the outputs of one node.
@@ -84,7 +91,12 @@ class Op:
     around: int | None = None
 
     def run(self, frame: Frame) -> None:
-        made = OPS[self.name](frame.place, self.number, *(frame.values[i] for i in self.inputs))
+        given = [frame.values[i] for i in self.inputs]
+        if DEVICES:
+            given = [x.to(given[0].device) for x in given]
+        made = OPS[self.name](frame.place, self.number, *given)
+        if DEVICES and self.name in MOVING:
+            made = made.to(DEVICES[len(frame.values) % len(DEVICES)])
         frame.values.extend(made if isinstance(made, tuple) else (made,))
         if self.around is not None:
             frame.place.wire.on_skip(self.around, frame.values[-1])
@@ -98,7 +110,8 @@ class Module:
     input: int
 
     def run(self, frame: Frame) -> None:
-        frame.values.append(frame.place.modules[self.leaf](_no_leaf(frame.values[self.input])))
+        given = _no_leaf(frame.values[self.input])
+        frame.values.append(frame.place.modules[self.leaf](given.to(frame.place.leaves[self.leaf].device)))
 
 
 @dataclass(frozen=True)
@@ -299,7 +312,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "mul": lambda place, number, x, y: torch.sin(x) * y,
     "stack": lambda place, number, *xs: torch.stack([x.sum() for x in xs]).sin(),
     "total": lambda place, number, *xs: torch.stack([x.sum() for x in xs]).sum(),
-    "sparse": lambda place, number, t: nn.functional.embedding(ROW_NUMBERS, t, sparse=True).sum(0),
+    "sparse": lambda place, number, t: nn.functional.embedding(ROW_NUMBERS.to(t.device), t, sparse=True).sum(0),
     "rows": lambda place, number, t: t.sin().sum(0),
     "custom": _custom(""),
     "custom-x": _custom("x"),
@@ -308,6 +321,9 @@ OPS: dict[str, Callable[..., Any]] = {
     "custom-uy": _custom("uy"),
     "custom-!": _custom("!"),
 }
+
+
+MOVING = ("sin", "scale", "add", "sub", "sum")  # with devices, the result goes to the next one
 
 
 class Scaled(nn.Module):
@@ -334,6 +350,12 @@ class Wire(Protocol):
     def on_skip(self, call: int, value: Tensor) -> None: ...
 
 
+def mark_used(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream())
+
+
 class Place:
     """One worker's part of a run."""
 
@@ -343,6 +365,7 @@ class Place:
         self.wire = wire
         self.leaves: dict[int, Tensor] = {}
         self.modules: dict[int, Scaled] = {}
+        self.own_stream: Any = torch.cuda.Stream() if STREAMS else None
         self.kept: dict[int, Tensor] = {}
         self.retained: dict[int, Tensor] = {}
         self.seen: dict[str, list[tuple[Tensor | None, ...]]] = {}  # what hooks and functions saw, by their label
@@ -355,6 +378,8 @@ class Place:
         value = torch.tensor([math.sin(1 + number + 2.3 * i) for i in range(count)], dtype=torch.float64)
         if leaf.kind == "table":
             value = value.view(ROWS, SIZE)
+        if DEVICES:
+            value = value.to(DEVICES[number % len(DEVICES)])
         if leaf.kind == "module":
             self.modules[number] = module = Scaled(value)
             module.register_full_backward_hook(lambda _, inner, outer: self.note(f"module {number}", *inner, *outer))
@@ -384,13 +409,30 @@ class Place:
 
     def run(self, body: int, tensors: list[Tensor]) -> list[Tensor]:
         """Runs a body, with these arguments."""
-        frame = Frame(self, tensors)
         chosen = self.program.bodies[body]
         assert chosen.worker == self.worker
-        for step in chosen.steps:
-            step.run(frame)
-        assert not frame.pending
-        return [frame.values[i] for i in chosen.outputs]
+        with self.stream(tensors):
+            frame = Frame(self, tensors)
+            for step in chosen.steps:
+                step.run(frame)
+            assert not frame.pending
+            outputs = [frame.values[i] for i in chosen.outputs]
+        if STREAMS:
+            mark_used(outputs)
+        return outputs
+
+    @contextlib.contextmanager
+    def stream(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """A stream of its own, where that is asked for. What is outside waits for it, and it for what is outside."""
+        if not STREAMS:
+            yield
+            return
+        outside = torch.cuda.current_stream()
+        self.own_stream.wait_stream(outside)
+        with torch.cuda.stream(self.own_stream):
+            mark_used(tensors)
+            yield
+        outside.wait_stream(self.own_stream)
 
     def clear(self) -> None:
         """Lets go of the graph. Hooks and functions know their place, and it knows tensors whose graph has them:

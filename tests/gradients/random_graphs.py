@@ -52,7 +52,8 @@ def run_pass(run: int, worker: int, number: int, context: int, timeout: float) -
     """A backward pass, from the worker that it starts on."""
     place = _PLACES[run, worker]
     each = place.program.passes[number]
-    roots, seeds = place.roots(each)
+    with place.stream(()):
+        roots, seeds = place.roots(each)
     autograd.backward(
         context,
         roots,
@@ -224,6 +225,8 @@ class Party:
                 self._on_the_way += sent
 
     def _collect(self, wire: RemoteWire, places: list[Place], outcome: Outcome) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         if outcome.error is not None:
             self._wait_for_passes()  # others may still be in a hook, with the leaf's `.grad` set aside
         for place in places:
@@ -405,9 +408,6 @@ def run_block(seeds: range) -> tuple[Counter[str], str]:
 
 
 def run_blocks(blocks: list[range], processes: int) -> Iterator[tuple[Counter[str], str]]:
-    if processes == 1:
-        yield from map(run_block, blocks)
-        return
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         yield from pool.imap_unordered(run_block, blocks)
 
@@ -417,7 +417,11 @@ def main() -> int:
     parser.add_argument("count", type=int, nargs="?", default=5_000, help="how many graphs (default: 5,000)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the seed of the first (default: 0)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="at once (default: one per CPU)")
+    parser.add_argument("--devices", default="", metavar="NAMES", help='of leaves, in turn, such as "cpu,cuda"')
+    parser.add_argument("--streams", action="store_true", help="each worker computes on a stream of its own")
     given = parser.parse_args()
+    os.environ["TELEGRAD_GRAPH_DEVICES"] = given.devices  # for the processes below
+    os.environ["TELEGRAD_GRAPH_STREAMS"] = "1" if given.streams else ""
     last = given.first + given.count
     blocks = [range(first, min(first + BLOCK, last)) for first in range(given.first, last, BLOCK)]
     started = time.monotonic()

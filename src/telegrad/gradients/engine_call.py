@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,13 +16,14 @@ from ..messages import COUNTER_BITS
 from ..primitives import clock, current
 from ..primitives.interrupts import interruptible
 from ..primitives.waiter import Waiter
-from . import nodes
+from . import devices, nodes
+from .checkpoints import watch_checkpoint
 from .contexts import Contexts, Sent
 from .dependency_log import flatten_groups
 from .holding import free_references, is_large, references
 from .host import Host
 from .leaves import Capture
-from .local_graph import Graph, Node
+from .local_graph import Node
 from .local_pass import LocalPass
 from .outbox import Gradient, Poster
 
@@ -58,15 +57,18 @@ class EngineCall:
         self._poster = poster
         self._begin = local.begin
         self._decoded: dict[int, list[Any]] = {}  # by message: gradients that were not asked for yet
-        self._capture: Capture | None = None
+        self.capture: Capture | None = None
         self._free = free_references()
         # Guarded by the lock of `local`: a device's thread may post at the same time.
         self._due: dict[int, int] | None = None  # by received message: tensors that the engine has not come to yet
         self._collected: dict[int, list[Gradient]] = {}  # by received message
+        self._events: dict[int, list[devices.Event]] = {}  # the same: these gradients are ready behind them
         self._unposted = 0  # received messages whose gradients are still to be sent
         self._waits = False  # the engine waits for gradients, on its thread
         self.task = -1  # torch's number of the engine call, once it runs
         self.has_devices = torch.cuda.is_initialized()  # then torch may run nodes on threads of its own
+        self._mixes_devices: bool | None = None  # None: not known yet
+        self._ready: dict[int, list[devices.Event]] = {}  # by message sent: where its gradients are on a device
         # For users' code that the engine runs on a thread of its own (primitives/current.py):
         self.pass_id = local.pass_id
         self.context_id = local.context.id
@@ -151,14 +153,14 @@ class EngineCall:
             self._run_engine(starts, gradients, (), accumulate=True)
             return
         for node in checkpoints:
-            _watch_checkpoint(node)
-        capture = self._capture = Capture(self.is_running)
+            watch_checkpoint(node)
+        capture = self.capture = Capture(self.is_running)
         try:
             capture.watch(leaves)
             self._run_engine(starts, gradients, (), accumulate=True)
         finally:
             capture.close()
-            self._capture = None  # it refers to this call: only the collector would find the two
+            self.capture = None  # it refers to this call: only the collector would find the two
         local.gradients = capture.gradients
 
     def _run_for_inputs(self, starts: list[Any], gradients: list[Any]) -> None:
@@ -242,18 +244,24 @@ class EngineCall:
             self._check(messages[0])
 
     def _wait_beside_devices(self, waiter: Waiter, peer: int) -> None:
-        """Waits, and runs a small engine call now and then: in it the engine's CPU thread works off the CPU nodes
-        that became ready from a device's work, and that would stand behind this Wait."""
-        deadline = self._local.deadline
+        """Waits; and lets CPU nodes run that became ready by a device's work, and would stand behind this Wait."""
+        local = self._local
         while not waiter.done:
             now = clock.now()
-            if deadline is not None and now >= deadline:
+            if local.deadline is not None and now >= local.deadline:
                 return
-            self._host.wait(waiter, peer, now + _DEVICE_POLL, self._local.turn)
-            if not waiter.done:
-                with torch.enable_grad():
-                    leaf = torch.zeros((), device="cuda", requires_grad=True)
-                    torch.autograd.grad(leaf * 1, leaf)
+            self._host.wait(waiter, peer, now + _DEVICE_POLL, local.turn)
+            if waiter.done:
+                return
+            if self._mixes_devices is None:
+                edges = [tensor.grad_fn for tensor in local.roots.tensors]
+                self._mixes_devices = devices.mixes_devices(
+                    [*edges, *(sent.edge[0] for sent in local.sent.values() if not sent.is_leaf)]
+                )
+            if self._mixes_devices:
+                devices.pump()
+            else:
+                self._host.wait(waiter, peer, local.deadline, local.turn)
 
     def _check(self, message: int) -> None:
         if self._local.interrupted:
@@ -278,6 +286,8 @@ class EngineCall:
                 f"gradient {sent.place} of message {sent.message} has shape {tuple(gradient.shape)} and dtype "
                 f"{gradient.dtype}; the tensor has shape {tuple(sent.shape)} and dtype {sent.dtype}"
             )
+        if sent.message in self._ready:
+            devices.wait(self._ready[sent.message], (gradient,))
         found: torch.Tensor = gradient if gradient.device == sent.device else gradient.to(sent.device)
         return found
 
@@ -290,8 +300,11 @@ class EngineCall:
             self._check(message)
             raise GradientError(f"the gradients of message {message} were asked for twice in one pass")
         found = self._host.decode(arrived.envelope, arrived.frames).gradients
+        ready = devices.record(found) if self.has_devices else ()
         place = 0
         for of in arrived.messages:
+            if ready:
+                self._ready[of] = ready  # the Sends of one message may run on different streams
             count = local.messages[of].count
             self._decoded[of] = list(found[place : place + count])
             place += count
@@ -328,6 +341,8 @@ class EngineCall:
                     self._due = self._count_due()
                 gradients = self._collected.setdefault(message, [None] * recv.count)
                 gradients[recv.place] = gradient
+                if self.has_devices:
+                    self._events.setdefault(message, []).extend(devices.record((gradient,)))
                 self._due[message] -= 1
                 if self._due[message]:
                     return
@@ -336,21 +351,8 @@ class EngineCall:
             # With nothing more to wait for the engine is all but done: the root hears of that in the same message.
             is_last = self._unposted == 0 and not local.part.missing and worker == self.pass_id >> COUNTER_BITS
         at_once = self._waits or self._begin.create_graph
-        self._poster.add(local, worker, message, gradients, at_once=at_once, is_last=is_last)
-
-    def watch_nested(self, node: Any, leaves: list[Any]) -> None:
-        """Takes the gradients of leaves that an engine call inside of this node comes to."""
-        thread = threading.get_ident()
-        nested = Capture(lambda: threading.get_ident() == thread and nodes.running() is not self)
-        nested.watch(leaves)
-
-        def after(*_: Any) -> None:
-            handle.remove()
-            nested.close()
-            assert self._capture is not None
-            self._capture.gradients.take_over(nested.gradients)
-
-        handle = node.register_hook(after)
+        events = self._events.pop(message, ()) if self._events else ()
+        self._poster.add(local, worker, message, gradients, at_once=at_once, is_last=is_last, events=events)
 
 
 def _make_waits(waits: dict[int, list[Sent]], inner: set[int], leaves: dict[Node, None]) -> torch.Tensor:
@@ -401,34 +403,6 @@ def wait_order(messages: Iterable[int]) -> list[int]:
     """Returns the order in which Waits are chained. The engine takes them in reverse: the gradients of what was sent
     last are waited for first. Any other order can deadlock: see docs/backward.md."""
     return sorted(messages)
-
-
-# Note [reentrant checkpoints]
-# Such a checkpoint's backward computes its forward again and runs an engine call of its own over that. The leaves it
-# comes to are known only then, and their gradients belong to the pass as well. So its function is wrapped: inside of
-# a pass, what it computed is walked, and its leaves are watched too, but for its own inputs.
-def _watch_checkpoint(node: Any) -> None:
-    function = node.run_function
-    if hasattr(function, "__telegrad__"):
-        return
-    own_node = weakref.ref(node)
-
-    @functools.wraps(function)
-    def recompute(*args: Any) -> Any:
-        outputs = function(*args)
-        call, node = nodes.running(), own_node()
-        if isinstance(call, EngineCall) and node is not None:
-            found = outputs if isinstance(outputs, tuple) else (outputs,)
-            starts = [(t.grad_fn, 0) for t in found if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-            inputs = {id(a) for a in args if isinstance(a, torch.Tensor)}
-            graph = Graph(lambda received: -1)
-            graph.walk(starts)
-            call.watch_nested(node, [leaf for leaf in graph.leaves if id(leaf.variable) not in inputs])
-            graph.clear()
-        return outputs
-
-    recompute.__telegrad__ = True  # type: ignore[attr-defined]
-    node.run_function = recompute
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch import WeakTensorRef
 from ..errors import GradientError
+from . import devices
 
 Leaf = torch.Tensor
 
@@ -94,8 +95,8 @@ class GradientTable(msgspec.Struct, eq=False):
         return dict(self._found.values())
 
     def _wait_for_events(self) -> None:
-        for event in self._events.values():
-            torch.accelerator.current_stream(event.device).wait_event(event)
+        for key, event in self._events.items():
+            devices.wait((event,), self._found[key][1:])
 
     def clear(self) -> None:
         self._found.clear()

@@ -14,9 +14,9 @@ for a participant tell it of the pass, too: see plan.py, `apart`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from ..messages import Autograd, Begin, Envelope, Gradients, Kind
 from ..options import SHARED_MEMORY_FROM
 from ..primitives import clock
+from . import devices
 from .host import Host
 
 if TYPE_CHECKING:
@@ -60,10 +61,19 @@ class Poster:
         self._timer_is_set = False
 
     def add(
-        self, local: LocalPass, worker: int, message: int, gradients: list[Gradient], *, at_once: bool, is_last: bool
+        self,
+        local: LocalPass,
+        worker: int,
+        message: int,
+        gradients: list[Gradient],
+        *,
+        at_once: bool,
+        is_last: bool,
+        events: Sequence[devices.Event] = (),
     ) -> None:
         """Sends the gradients of a message, now or with others; `is_last`: with the report of the part, which is all
-        but done. Inside of the engine, on the thread that has computed them."""
+        but done. Inside of the engine, on the thread and the stream that have computed the last of them; the others
+        are ready behind the events."""
         nbytes, is_plain = 0, not at_once
         for gradient in gradients:
             if gradient is not None:
@@ -92,13 +102,10 @@ class Poster:
         with local.lock:
             begin, outbox.begin, outbox.emptied = outbox.begin, None, now
         if nbytes < SHARED_MEMORY_FROM:
-            self._post(local, worker, [message], gradients, begin, False, ())
+            self._post(local, worker, [message], gradients, begin, False, events)
             return
         # Not by this thread: a worker that takes nothing must not hold up the engine.
-        events = []
-        for gradient in gradients:
-            if gradient is not None and not gradient.is_cpu and not gradient.is_meta:
-                events.append(torch.accelerator.current_stream(gradient.device).record_event())
+        events = events or devices.record(gradients)
         self._submit(local, partial(self._post, local, worker, [message], gradients, begin, False, events))
 
     def post(self, local: LocalPass, outbox: Outbox, *, done: bool = False) -> bool:
@@ -120,13 +127,13 @@ class Poster:
         gradients: list[Gradient],
         begins: Begin | None,
         done: bool,
-        events: Any,
+        events: Sequence[devices.Event],
     ) -> None:
         context, begin, host = local.context, local.begin, self._host
         assert context is not None
         assert begin is not None
-        for event in events:
-            torch.accelerator.current_stream(event.device).wait_event(event)
+        if events:
+            devices.wait(events, gradients)
         left = None if local.deadline is None else max(0.0, local.deadline - clock.now())
         more = tuple(messages[1:]) if len(messages) > 1 else ()
         if begins is not None and left is not None:

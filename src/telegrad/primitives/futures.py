@@ -18,6 +18,22 @@ if TYPE_CHECKING:
     from ..runtime.pending import PendingCall
 
 
+# Note [futures and devices]
+# A future that has devices lets the current streams of a thread that asks for its value wait for the work that was
+# queued when it was completed; and so do those that `then` and collect_all make of it. To find the tensors, torch
+# pickles the value. So futures have devices only in a process whose messages had tensors on some; and what was asked
+# for before the first one is synchronised when it comes.
+devices: list[torch.device] = []
+
+
+def use_devices() -> None:
+    """Notes that tensors on devices come or go: futures have devices from here on."""
+    if not devices:
+        count = torch.accelerator.device_count()
+        kind = torch.accelerator.current_accelerator()
+        devices.extend(torch.device(kind.type, index) for index in range(count) if kind is not None)
+
+
 @untraced_methods
 class Future(torch.futures.Future[Any]):
     """The future of a call, as rpc_async() returns it.
@@ -28,11 +44,12 @@ class Future(torch.futures.Future[Any]):
 
     def __init__(self, help_wait: Callable[[PendingCall, float | None], None], log_later: Callable[[str], None]):
         # Here and below without torch's wrappers in Python, of which each call would cost several.
-        BaseFuture.__init__(self, [])
+        BaseFuture.__init__(self, devices)
         self.call: PendingCall | None = None
         self._help_wait = help_wait
         self._log_later = log_later
         self.has_callbacks = False  # completing it runs users' code
+        self.has_devices = bool(devices)
         self._failure: _Failure | None = None
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -80,6 +97,16 @@ class Future(torch.futures.Future[Any]):
         return self.wait()
 
     # -- for the worker --------------------------------------------------------------------------------
+
+    def succeed(self, value: Any) -> None:
+        """Completes it with a value that is ready on this thread's current streams, where there are devices."""
+        for device in () if self.has_devices else devices:
+            torch.accelerator.current_stream(device).synchronize()
+        current.thread.extracting = True
+        try:
+            BaseFuture.set_result(self, value)
+        finally:
+            current.thread.extracting = False
 
     def fail(self, make_error: Callable[[], BaseException], description: str) -> None:
         """Completes it with an error, made anew for each thread that asks.

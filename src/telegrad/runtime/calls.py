@@ -35,7 +35,7 @@ from ..gradients.contexts import Context
 from ..gradients.torch_modes import current_modes
 from ..messages import Call, Envelope, Failure, Kind, WorkerInfo
 from ..primitives import clock, current, interrupts
-from ..primitives.futures import Future
+from ..primitives.futures import Future, devices
 from ..primitives.interrupts import getsignal, in_finaliser, interruptible, on_signal
 from ..references.entries import Entry, Held
 from ..serialization.codec import Body, Codec
@@ -387,7 +387,10 @@ class Calls:
             if not BaseFuture.done(future):  # else its user has completed it
                 thread.critical = 0  # callbacks are users' code
                 if call.make_error is None:
-                    BaseFuture.set_result(future, value)
+                    if devices:
+                        future.succeed(value)
+                    else:
+                        BaseFuture.set_result(future, value)
                 else:
                     future.fail(call.make_error, f"the call of {call.function} on worker {call.peer!r}")
         except Exception as error:  # other calls are answered by this thread, too

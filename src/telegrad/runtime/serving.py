@@ -150,7 +150,7 @@ class Server:
 
     def _answer_future(self, connection: Connection, call: Envelope, future: Any) -> None:
         try:
-            result = future.value() if hasattr(future, "value") else future.wait()
+            result = BaseFuture.wait(future)  # and not value(): this thread's streams wait for those that made it
         except BaseException as error:
             self._answer_failure(connection, call, error)
         else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..primitives import current
+
 
 class Handle:
     """Stands for a value of a worker. `entry` is that in the worker's table of references."""
@@ -13,6 +15,8 @@ class Handle:
     rebuild: Callable[[int, int], Any]  # (value, owner): what a pickle calls where it arrives
 
     def __reduce__(self) -> Any:
+        if current.thread.extracting:
+            return object, ()  # it has no tensors
         raise RuntimeError(
             "Can not pickle rref in python pickler, rref can only be pickled when using RPC: an RRef stands for a "
             "value that its owner keeps only as long as it knows who has one"

@@ -1,0 +1,94 @@
+"""Devices in a pass: streams, and the engine's CPU thread.
+
+# Note [streams]
+A device works off what it is given in the order of a stream. torch's engine runs a node on the stream of its forward;
+inside of its backward a gradient is ready on that stream, and on no other. What another stream is to use goes with an
+event (`record`), which that stream waits for (`wait`), and is marked as used there, or the allocator would give its
+memory away when the last reference goes. Streams wait only for events of this process: of another one that dies they
+would wait for ever.
+
+# Note [the pump]
+A device's nodes run on a thread of torch's own. The CPU nodes behind them run on the thread of the engine call, which
+may wait, in a Wait, for gradients that depend on these very nodes. So it runs a small engine call of its own now and
+then: in it, torch works off the CPU nodes that are ready. Only a graph in which a CPU node is behind a device's needs
+that (`mixes_devices`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .nodes import AccumulateGrad
+
+Event = Any  # torch.Event
+
+
+def is_on_device(tensor: torch.Tensor | None) -> bool:
+    """Says whether a device computes it, at a time of its own."""
+    return tensor is not None and not tensor.is_cpu and not tensor.is_meta
+
+
+def record(tensors: Iterable[torch.Tensor | None]) -> list[Event]:
+    """Records an event on the current stream of each device among the tensors'."""
+    devices = {tensor.device for tensor in tensors if tensor is not None and is_on_device(tensor)}
+    return [torch.accelerator.current_stream(device).record_event() for device in devices]
+
+
+def wait(events: Iterable[Event], tensors: Iterable[torch.Tensor | None]) -> None:
+    """Lets the current streams wait for the events, and marks the tensors as used on them."""
+    for event in events:
+        torch.accelerator.current_stream(event.device).wait_event(event)
+    for tensor in tensors:
+        if tensor is not None and is_on_device(tensor):
+            mark_used(tensor)
+
+
+def mark_used(tensor: torch.Tensor) -> None:
+    """Marks a tensor as used on the current stream of its device."""
+    if tensor.layout is torch.strided:
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+    elif tensor.layout is torch.sparse_coo:
+        for part in (tensor._indices(), tensor._values()):
+            mark_used(part)
+
+
+def mixes_devices(starts: Iterable[Any]) -> bool:
+    """Says whether a node that the CPU runs is behind one that a device runs. Leaves do not count: nothing is behind
+    them."""
+    stack = [node for node in starts if node is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        on_device = not _on_cpu(node)
+        for next, _ in node.next_functions:
+            if next is None or type(next) is AccumulateGrad:
+                continue
+            if on_device and _on_cpu(next):
+                return True
+            if next not in seen:
+                seen.add(next)
+                stack.append(next)
+    return False
+
+
+def _on_cpu(node: Any) -> bool:
+    """Says whether torch runs a node on the CPU's thread: it goes by the devices of the gradients that come in."""
+    metadata: Sequence[Any] = node._input_metadata
+    return all(entry.device.type == "cpu" for entry in metadata)
+
+
+def pump() -> None:
+    """Has torch work off the CPU nodes that are ready, on the thread of an engine call that waits."""
+    leaf, result = _pump_graph()
+    torch.autograd.grad(result, leaf, retain_graph=True)
+
+
+@functools.cache
+def _pump_graph() -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.enable_grad(), torch.inference_mode(False):
+        leaf = torch.zeros((), device=torch.accelerator.current_accelerator(), requires_grad=True)
+        return leaf, leaf * 1
