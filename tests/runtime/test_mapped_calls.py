@@ -3,7 +3,7 @@ device like any other for all that is tested here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch._lazy.ts_backend
 from torch import nn
 
 import telegrad
-from telegrad import Options, autograd, errors, rpc
+from telegrad import Options, autograd, errors, optim, rpc
+from telegrad.gradients import devices as streams
 from telegrad.messages import Kind
 from telegrad.nn import RemoteModule
 from telegrad.runtime import device_maps
@@ -29,6 +30,7 @@ def lazy_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_found", {LAZY})
     monkeypatch.setattr(device_maps, "_exist", lambda names, count: True)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: NoStream(device))
+    monkeypatch.setattr(streams, "mark_used", lambda tensor: None)
 
 
 class NoStream:
@@ -45,11 +47,13 @@ class NoStream:
 
 
 @contextmanager
-def cluster(device_map: dict[str, str] | None, **options: Any) -> Iterator[telegrad.LocalCluster]:
+def cluster(
+    device_map: dict[str, str] | None, names: Sequence[str] = ("a",), **options: Any
+) -> Iterator[telegrad.LocalCluster]:
     """Only the driver's calls to "a" have a map."""
     maps = {} if device_map is None else {"a": device_map}
     chosen = Options(device_maps=maps, rpc_timeout=20, **options)
-    with telegrad.LocalCluster(["a"], transport="inproc", options=chosen) as found:
+    with telegrad.LocalCluster(names, transport="inproc", options=chosen) as found:
         yield found
 
 
@@ -264,6 +268,23 @@ def test_results_of_a_module_come_back_by_the_map() -> None:
                 torch.testing.assert_close(autograd.get_gradients(context_id)[x], layer.weight.detach().sum(0)[None])
             x = x.detach()
             assert [str(rref.to_here().device) for rref in there.parameters()]
+
+
+@pytest.mark.parametrize("device_map", [None, {LAZY: LAZY}, {"cpu": LAZY}, {LAZY: "cpu"}])
+def test_norms_of_owners_with_and_without_a_map_are_added_up(device_map: dict[str, str] | None) -> None:
+    with cluster(device_map, names=["a", "b"]):
+        rrefs = [rpc.remote(name, make_weight, args=(device,)) for name in "ab" for device in DEVICES]
+        with autograd.context() as context_id:
+            losses = [rref.rpc_sync().sum().cpu() for rref in rrefs]
+            autograd.backward(context_id, losses)
+            norm = optim.clip_grad_norm_(context_id, rrefs, 1.0)
+            torch.testing.assert_close(norm, torch.tensor(4.0))  # the root of 4 times 4 ones
+            again = optim.clip_grad_norm_(context_id, rrefs, 1.0)
+            torch.testing.assert_close(again, torch.tensor(1.0))
+
+
+def make_weight(device: str) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(4, device=device))
 
 
 def test_garbage_in_a_map_of_a_peer_is_an_error_of_that_call() -> None:

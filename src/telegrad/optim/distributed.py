@@ -274,7 +274,7 @@ def clip_grad_norm_(
 
     parts = _on_owners("the norm", owners, remote.norms, lambda owner: arguments(owner, float(norm_type)))
     by_place = {
-        place: norm
+        place: norm.cpu()  # a device map may take what comes from a CPU to a GPU
         for owner, norms in zip(owners, parts, strict=True)
         for place, norm in zip(owner.places, norms, strict=True)
         if norm is not None
