@@ -493,6 +493,11 @@ def test_a_lane_that_is_closed_while_a_thread_waits(pair: Pair) -> None:
     pair.b.close()
     with pytest.raises(ConnectionClosedError):
         taking.outcome()
+    eventually(janitor_is_idle)
+    assert pair.cuda_b.opened == {}
+    pair.a.close()
+    time.sleep(0.05)
+    assert pair.cuda.allocated  # the peer has closed it, and our own copy into it is not done
 
 
 @pytest.mark.parametrize("method", ["copy", "record", "is_done", "malloc", "event", "export_memory", "export_event"])

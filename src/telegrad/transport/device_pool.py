@@ -308,11 +308,10 @@ class DevicePool:
         states = self._board.bytes
         for place in places:
             state = states[place.id]
-            if state == CLOSED:
-                continue
-            if place in self._filling or (place.announced and not is_peer_gone()):
+            if place in self._filling or (place.announced and state != CLOSED and not is_peer_gone()):
                 return False
-            # The peer has seen the end of our copy before it said TAKEN; else the event on it is ours.
+            # A peer that says TAKEN has seen the end of our copy, and may have died before the end of its own.
+            # Else the event may be ours, also of a place that the peer has closed.
             if state not in (TAKEN, READ) and not self._cuda.is_done(place.event):
                 return False
         return True
