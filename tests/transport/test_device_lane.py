@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -18,6 +19,7 @@ from simulated_cuda import no_memory
 
 from telegrad.errors import ConnectionClosedError, DecodeError, EncodeError, ProtocolError
 from telegrad.messages import Answer, Placed
+from telegrad.primitives import interrupts
 from telegrad.transport import device
 from telegrad.transport.cuda import Cuda, CudaError
 from telegrad.transport.device_board import ARRIVED, BOARD_BYTES, FILLED, FREE, READ, Board
@@ -498,6 +500,21 @@ def test_a_lane_that_is_closed_while_a_thread_waits(pair: Pair) -> None:
     pair.a.close()
     time.sleep(0.05)
     assert pair.cuda.allocated  # the peer has closed it, and our own copy into it is not done
+
+
+def test_ctrl_c_while_it_waits(pair: Pair) -> None:
+    pair.cuda.streams[pair.cuda.stream(0)].running.clear()
+    placed = pair.put(bytes_of(100))
+    (arrived,) = pair.deliver(placed)
+    interrupts.install(pair)
+    try:
+        pressing = Thread(lambda: time.sleep(0.05) or os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            pair.take(arrived)
+        pressing.outcome()
+    finally:
+        interrupts.uninstall(pair)
+    assert pair.state(placed) == FREE
 
 
 @pytest.mark.parametrize("method", ["copy", "record", "is_done", "malloc", "event", "export_memory", "export_event"])
