@@ -542,6 +542,33 @@ def test_a_sticky_error_of_the_sender(pair: Pair) -> None:
     assert pair.a.to_say() == ()
 
 
+def test_a_copy_whose_end_is_not_known_keeps_its_place(pair: Pair) -> None:
+    pair.cuda.fail["record"] = [CudaError("CUDA error: unknown error", 999)]
+    stream = pair.cuda.streams[pair.cuda.stream(0)]
+    stream.running.clear()
+    with pytest.raises(EncodeError):
+        pair.put(bytes_of(4 * MIB))
+    other = pair.put(bytes_of(4 * MIB, 1))
+    assert pair.state(Placed(other.place - 1, 0)) == FILLED
+    stream.running.set()
+    result = pair.take(pair.deliver(other)[0])
+    pair.settle()
+    assert torch.equal(result, bytes_of(4 * MIB, 1))
+
+
+def test_after_a_sticky_error_memory_is_not_given_back_and_that_is_said_once(
+    pair: Pair, jumping_clock: JumpingClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.cuda.sticky = "an illegal memory access was encountered"
+    jumping_clock.jump(IDLE + 1)
+    for _ in range(3):
+        pair.a.tick()
+        eventually(janitor_is_idle)
+    assert [record.getMessage() for record in caplog.records] == [
+        "device memory that worker 'b' shares is not given back: CUDA error: an illegal memory access was encountered"
+    ]
+
+
 @pytest.mark.parametrize("method", ["open_memory", "open_event", "is_done", "empty", "copy", "record"])
 def test_a_failure_of_the_receiver(pair: Pair, method: str) -> None:
     placed = pair.put(bytes_of(4 * MIB))

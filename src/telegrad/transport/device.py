@@ -76,6 +76,7 @@ class DeviceLane:
         self._offers: list[tuple[Offer, float]] = []  # heard, to be tried out until then; single operations are atomic
         self._says: list[Offer | Answer] = []  # its single operations are atomic
         self._closed_at: float | None = None
+        self._gave_up = False
         self._puts = self._bytes_put = 0
         of_this_process.add(self)
 
@@ -128,16 +129,21 @@ class DeviceLane:
         place = pool.take(nbytes)
         if place is None:
             return False
+        copies = False
         try:
             if not tensor.is_contiguous():
                 tensor = tensor.detach().contiguous()
             stream = self._cuda.stream(pool.device)
             if nbytes:
                 self._cuda.copy(place.pointer, tensor.data_ptr(), nbytes, stream)
+                copies = True
                 self._cuda.keep_for_stream(tensor, pool.device)
             self._cuda.record(place.event, stream)
         except BaseException:
-            pool.give_back(place)
+            if copies:
+                pool.filled(place)  # for good: nothing says when the copy ends
+            else:
+                pool.give_back(place)
             raise
         fresh = None if place.announced else place.introduce(pool.device)
         place.announced = True
@@ -160,6 +166,7 @@ class DeviceLane:
                 raise CudaError(f"no shared memory: {error}") from error
             pool = self._pools.get(device) or DevicePool(self._cuda, device, self._limit, places)
             self._pools[device] = pool
+        uuid = self._cuda.uuid(device)
         place = pool.take(MAGIC_BYTES)
         if place is None:  # no memory: the next tensor tries again
             self._offered.discard(device)
@@ -175,7 +182,7 @@ class DeviceLane:
         place.announced = True
         placed = Placed(place.id, MAGIC_BYTES, place.introduce(device))
         board = places.board
-        self._says.append(Offer(device, self._cuda.uuid(device), board.fd, board.token, magic, placed))
+        self._says.append(Offer(device, uuid, board.fd, board.token, magic, placed))
         pool.filled(place)
 
     def _refuse(self, device: int, reason: str) -> None:
@@ -199,8 +206,9 @@ class DeviceLane:
     def take_back(self, placed: Sequence[Placed], said: Sequence[Offer | Answer] = ()) -> None:
         """These were put, or were to be said, in a message that was not sent."""
         for one in placed:
-            if self._places is not None and self._closed_at is None:
-                pool, place = self._places.get(one.place)
+            found = self._places.get(one.place) if self._places is not None else None
+            if found is not None:  # else the lane was closed
+                pool, place = found
                 if one.fresh is not None:
                     place.announced = False
                 pool.give_back(place)
@@ -220,10 +228,9 @@ class DeviceLane:
 
     def to_say(self) -> tuple[Offer | Answer, ...]:
         """Takes what the peer is to be told with the next message: see take_back(). Tries out what the peer has
-        offered, which may take a moment, if this process uses CUDA by now."""
+        offered, which may take a moment, if this process uses CUDA by now. Called in a critical section."""
         if self._offers and self._cuda.is_ready():
-            with critical():
-                self._try_offers()
+            self._try_offers()
         if not self._says:
             return ()
         said = []
@@ -299,9 +306,17 @@ class DeviceLane:
             janitor.submit(self._tidy)
 
     def _tidy(self) -> bool:
-        done = [pool.tidy(self._is_peer_gone) for pool in list(self._pools.values())]
-        done.append(self._mappings.tidy())
-        return all(done)
+        """Gives memory back, on the janitor's thread; returns whether that is done for now."""
+        try:
+            done = [pool.tidy(self._is_peer_gone) for pool in list(self._pools.values())]
+            done.append(self._mappings.tidy())
+            return all(done)
+        except CudaError as error:  # which no call recovers from; the memory goes with the process
+            if not self._gave_up:
+                self._gave_up = True
+                why = str(error)  # the error itself would keep this frame
+                logger.warning("device memory that worker %r shares is not given back: %s", self._peer, why)
+            return True
 
     def _is_peer_gone(self) -> bool:
         """Whether the peer has closed all that it had opened of ours, or will never."""

@@ -88,8 +88,8 @@ class Places:
     def add(self, pool: DevicePool, place: Place) -> None:
         self._places[place.id] = pool, place
 
-    def get(self, number: int) -> tuple[DevicePool, Place]:
-        return self._places[number]
+    def get(self, number: int) -> tuple[DevicePool, Place] | None:
+        return self._places.get(number)
 
     def remove(self, place: Place) -> None:
         del self._places[place.id]
