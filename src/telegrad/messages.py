@@ -61,6 +61,8 @@ class Envelope(msgspec.Struct, array_like=True, omit_defaults=True):
     creates: int = 0  # of a Call: the value that its result becomes, and stays there
     lent: tuple[Lent, ...] = ()  # the handles in the body
     dropped: tuple[tuple[int, int], ...] = ()  # as in Drop: any message can carry it
+    placed: tuple[Placed, ...] = ()  # the tensors that lie in device memory: see transport/device.py
+    lane: tuple[Offer | Answer, ...] = ()  # about device memory: any message can carry it
 
 
 class Modes(msgspec.Struct, frozen=True, array_like=True):
@@ -217,6 +219,44 @@ class Return(msgspec.Struct, frozen=True, array_like=True):
 
     loan: int
     holder: int  # the worker that has told the owner of it
+
+
+class Fresh(msgspec.Struct, frozen=True, array_like=True):
+    """A place in device memory that the receiver does not know yet. Its sender fills it from here on."""
+
+    device: int  # the sender's number, as in its Offer
+    segment: int  # the allocation that the place is in
+    size: int  # of the segment, in bytes
+    memory: bytes  # CUDA's handle of the segment
+    offset: int  # of the place in the segment
+    capacity: int  # of the place, in bytes
+    event: bytes  # CUDA's handle of the place's event
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A tensor's memory, in a place that its sender has filled."""
+
+    place: int
+    nbytes: int
+    fresh: Fresh | None = None  # with the first message in the place
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The sender could put tensors of a device into device memory that the receiver opens."""
+
+    device: int  # the sender's number
+    uuid: str  # of the device
+    board: int  # the sender's descriptor of the board
+    token: bytes  # what the board begins with
+    magic: bytes  # what lies in the place
+    placed: Placed
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The answer to an Offer."""
+
+    device: int  # as in the Offer
+    refusal: str = ""  # why the offer cannot be accepted; empty: it is
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):

@@ -1,0 +1,250 @@
+"""The CUDA runtime that torch has loaded, as one object with a few methods: memory of our own, events, and the handles
+by which another process opens both. torch has no public names for these.
+
+Nothing happens at import: CUDA is neither looked for nor initialised until `load()`. Tests put an object with the same
+methods in its place (tests/transport/simulated_cuda.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HANDLE_BYTES = 64  # of a handle of memory or of an event
+
+_SUCCESS, _NO_MEMORY, _NOT_READY = 0, 2, 600
+_DISABLE_TIMING, _INTERPROCESS = 2, 4  # flags of an event
+_LAZY_PEER_ACCESS = 1  # flag of opened memory
+_ANY_DIRECTION = 4  # of a copy: CUDA knows whose an address is
+_RELAXED = 2  # the mode in which a thread's calls leave other threads' captures alone
+
+
+class CudaError(RuntimeError):
+    """A call of CUDA's that failed, in CUDA's words; or the reason why CUDA cannot be called."""
+
+    def __init__(self, text: str, code: int = -1) -> None:
+        super().__init__(text)
+        self.is_no_memory = code == _NO_MEMORY
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+_Pointer = ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cudaGetDevice": (_Pointer,),
+    "cudaMalloc": (_Pointer, ctypes.c_size_t),
+    "cudaFree": (_Pointer,),
+    "cudaMemcpyAsync": (_Pointer, _Pointer, ctypes.c_size_t, ctypes.c_int, _Pointer),
+    "cudaEventCreateWithFlags": (_Pointer, ctypes.c_uint),
+    "cudaEventRecord": (_Pointer, _Pointer),
+    "cudaEventQuery": (_Pointer,),
+    "cudaEventDestroy": (_Pointer,),
+    "cudaIpcGetMemHandle": (_Pointer, _Pointer),
+    "cudaIpcOpenMemHandle": (_Pointer, _Handle, ctypes.c_uint),
+    "cudaIpcCloseMemHandle": (_Pointer,),
+    "cudaIpcGetEventHandle": (_Pointer, _Pointer),
+    "cudaIpcOpenEventHandle": (_Pointer, _Handle),
+    "cudaThreadExchangeStreamCaptureMode": (_Pointer,),
+    "cudaGetLastError": (),
+}
+
+
+class Cuda:
+    """CUDA's runtime. Calls let go of the interpreter lock. Pointers, events and streams are plain numbers.
+
+    All but `is_ready` and `load` need a successful `load()` before. Those that make, open or record something belong to
+    the current device, and are called inside of `on(device)`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards loading
+        self._library: Any = None
+        self._side_streams: dict[int, torch.cuda.Stream] = {}
+
+    def is_ready(self) -> bool:
+        """Whether this process uses CUDA already. Never initialises it."""
+        return bool(torch.cuda.is_initialized())
+
+    def load(self) -> None:
+        """Finds the library. Any number of times; cheap after the first.
+
+        Raises:
+            CudaError: it cannot be called, and why.
+        """
+        if self._library is not None:
+            return
+        with self._lock:
+            path = _loaded_library()
+            try:
+                library = ctypes.CDLL(path)
+                for name, arguments in _SIGNATURES.items():
+                    getattr(library, name).argtypes = arguments
+                library.cudaGetErrorString.argtypes = (ctypes.c_int,)
+                library.cudaGetErrorString.restype = ctypes.c_char_p
+            except (OSError, AttributeError) as error:
+                raise CudaError(f"{path} cannot be called: {error}") from error
+            self._library = library
+
+    def _check(self, code: int) -> None:
+        if code != _SUCCESS:
+            # CUDA remembers the error, and torch would raise it at its next launch of a kernel.
+            self._library.cudaGetLastError()
+            raise CudaError(f"CUDA error: {self._library.cudaGetErrorString(code).decode()}", code)
+
+    # -- devices and streams ---------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """Makes a device the current one of this thread, and keeps the thread's calls out of captures of others."""
+        mode, now = ctypes.c_int(_RELAXED), ctypes.c_int()
+        exchange = self._library.cudaThreadExchangeStreamCaptureMode
+        self._check(self._library.cudaGetDevice(ctypes.byref(now)))
+        self._check(exchange(ctypes.byref(mode)))
+        try:
+            if now.value == device:
+                yield
+            else:
+                with torch.cuda.device(device):  # which makes no context on the device that it goes back to
+                    yield
+        finally:
+            exchange(ctypes.byref(mode))
+
+    def device_of(self, tensor: torch.Tensor) -> int:
+        return tensor.get_device()
+
+    def uuid(self, device: int) -> str:
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    def device_with(self, uuid: str) -> int | None:
+        """The number that a device has in this process; None: it is not visible here."""
+        return next((d for d in range(torch.cuda.device_count()) if self.uuid(d) == uuid), None)
+
+    def stream(self, device: int) -> int:
+        """The current stream of this thread."""
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+    def side_stream(self, device: int) -> int:
+        """A stream that waits for no work of the user's."""
+        found = self._side_streams.get(device)
+        if found is None:
+            found = self._side_streams.setdefault(device, torch.cuda.Stream(device))
+        return int(found.cuda_stream)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream of the current device is captured into a graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    # -- torch's memory --------------------------------------------------------------------------------
+
+    def empty(self, nbytes: int, device: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+
+    def moved(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The tensor on that device, in the order of both devices' current streams."""
+        return tensor.to(device)
+
+    def keep_for_stream(self, tensor: torch.Tensor, device: int) -> None:
+        """Keeps a tensor's memory from other streams until the current one has done what it was given so far."""
+        tensor.record_stream(torch.cuda.current_stream(device))
+
+    def release_cache(self) -> None:
+        """Gives back what torch keeps for reuse. Waits for the device."""
+        torch.cuda.empty_cache()
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    def malloc(self, nbytes: int) -> int:
+        pointer = ctypes.c_void_p()
+        self._check(self._library.cudaMalloc(ctypes.byref(pointer), nbytes))
+        return pointer.value or 0
+
+    def free(self, pointer: int) -> None:
+        """May wait for the device."""
+        self._check(self._library.cudaFree(pointer))
+
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Copies in the order of the stream."""
+        self._check(self._library.cudaMemcpyAsync(to, source, nbytes, _ANY_DIRECTION, stream))
+
+    def write(self, to: int, data: bytes, stream: int) -> None:
+        """Copies from the host. The data may go when this returns: CUDA reads memory that is not pinned at once."""
+        source = ctypes.create_string_buffer(data, len(data))
+        self.copy(to, ctypes.addressof(source), len(data), stream)
+
+    def read(self, source: int, nbytes: int, stream: int) -> bytes:
+        """Copies to the host, and waits for it, as CUDA does with memory that is not pinned."""
+        data = ctypes.create_string_buffer(nbytes)
+        self.copy(ctypes.addressof(data), source, nbytes, stream)
+        return data.raw
+
+    def export_memory(self, pointer: int) -> bytes:
+        handle = _Handle()
+        self._check(self._library.cudaIpcGetMemHandle(ctypes.byref(handle), pointer))
+        return bytes(handle)
+
+    def open_memory(self, handle: bytes) -> int:
+        pointer = ctypes.c_void_p()
+        given = _Handle.from_buffer_copy(handle)
+        self._check(self._library.cudaIpcOpenMemHandle(ctypes.byref(pointer), given, _LAZY_PEER_ACCESS))
+        return pointer.value or 0
+
+    def close_memory(self, pointer: int) -> None:
+        """May wait for the device."""
+        self._check(self._library.cudaIpcCloseMemHandle(pointer))
+
+    # -- events ----------------------------------------------------------------------------------------
+
+    def event(self) -> int:
+        made = ctypes.c_void_p()
+        flags = _DISABLE_TIMING | _INTERPROCESS
+        self._check(self._library.cudaEventCreateWithFlags(ctypes.byref(made), flags))
+        return made.value or 0
+
+    def record(self, event: int, stream: int) -> None:
+        self._check(self._library.cudaEventRecord(event, stream))
+
+    def is_done(self, event: int) -> bool:
+        """Whether what was recorded last has been reached; true before the first."""
+        code = self._library.cudaEventQuery(event)
+        if code == _NOT_READY:
+            self._library.cudaGetLastError()  # as in _check
+            return False
+        self._check(code)
+        return True
+
+    def destroy(self, event: int) -> None:
+        self._check(self._library.cudaEventDestroy(event))
+
+    def export_event(self, event: int) -> bytes:
+        handle = _Handle()
+        self._check(self._library.cudaIpcGetEventHandle(ctypes.byref(handle), event))
+        return bytes(handle)
+
+    def open_event(self, handle: bytes) -> int:
+        opened = ctypes.c_void_p()
+        given = _Handle.from_buffer_copy(handle)
+        self._check(self._library.cudaIpcOpenEventHandle(ctypes.byref(opened), given))
+        return opened.value or 0
+
+
+def _loaded_library() -> str:
+    """The path of the libcudart that this process has loaded."""
+    if torch.version.cuda is None:
+        raise CudaError("torch was built without CUDA")
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.partition("/")[2]
+        if "libcudart" in os.path.basename(path):
+            return f"/{path}"
+    raise CudaError("torch has loaded no libcudart: CUDA is linked into it, or was not initialised")
+
+
+CUDA = Cuda()  # of this process; it holds nothing before load()
