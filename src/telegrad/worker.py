@@ -14,14 +14,13 @@ import contextlib
 import itertools
 import os
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from .errors import HandedOverError, NotStartedError, PeerLostError, RendezvousError, TelegradError, text_of
-from .events import Event, Events
+from .events import Events
 from .gradients.attach import Attach, refuse
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
@@ -40,7 +39,7 @@ from .runtime.calls import Calls
 from .runtime.peers import Peers
 from .runtime.pending import OVERHEAD_BYTES, PendingCall, PendingCalls
 from .runtime.reader import Incoming, Reader
-from .runtime.recording import Recorder
+from .runtime.recording import Recorder, report
 from .runtime.serving import Server
 from .runtime.statistics import Statistics as Statistics
 from .runtime.threads import Threads
@@ -176,12 +175,15 @@ class Worker:
         """Encodes a message and writes it. `call` waits for its answer; `context` is the one that it belongs to."""
         if self.events.subscribers:
             envelope = self.recorder.mark(envelope, connection.peer)
-            self._emit("send", "started", envelope, connection)
+            report(self.events, "send", "started", envelope, connection)
         try:
             if type(body) in CONTROLS:
                 packed = Packed(b"", [encode_control(body)])
             else:
-                packed = self._codec.pack(envelope, body, connection.peer, track=context is not None)
+                track = context is not None
+                packed = self._codec.pack(envelope, body, connection.peer, track=track, connection=connection)
+            if (lane := connection.device_lane) is not None:
+                envelope.placed, envelope.lane = tuple(packed.placed), lane.to_say()
             if context is not None:
                 self.attach.outgoing(context, envelope, packed.tracked, connection, connection.peer.id)
                 if call is not None:
@@ -192,7 +194,7 @@ class Worker:
                 references.outgoing(envelope, entries, connection.peer.id)
             packed.header = encode_envelope(envelope)
             if self.events.subscribers:
-                self._emit("write", "started", envelope, connection, packed.nbytes)
+                report(self.events, "write", "started", envelope, connection, packed.nbytes)
             if call is None:
                 nbytes = connection.write(packed, timeout)
             else:
@@ -209,15 +211,17 @@ class Worker:
                     self.attach.not_written(envelope)
                 if envelope.lent or envelope.dropped:
                     self.references.not_written(envelope, connection.peer.id)
+                if connection.device_lane is not None:
+                    connection.device_lane.take_back(envelope.placed, envelope.lane)
                 if self._codec.unanswered:
                     self._codec.not_sent(envelope)
             if self.events.subscribers:
-                self._emit("send", "failed", envelope, connection, detail=repr(error))
+                report(self.events, "send", "failed", envelope, connection, detail=repr(error))
             raise
         if context is not None and not self.attach.written(envelope, connection):
             self.engine.tell_released(connection.peer.id, context.id)
         if self.events.subscribers:
-            self._emit("send", "complete", envelope, connection, nbytes)
+            report(self.events, "send", "complete", envelope, connection, nbytes)
 
     def receive(self, message: Incoming, here: PendingCall | None = None) -> None:
         """Hands on a message that was read. `here` is the call that this thread waits for: callbacks of other calls run
@@ -225,7 +229,8 @@ class Worker:
         envelope = message.envelope
         if self.events.subscribers:
             self.recorder.on_receive()
-            self._emit("receive", "started", envelope, message.connection, sum(map(len, message.frames.buffers)))
+            nbytes = sum(map(len, message.frames.buffers))
+            report(self.events, "receive", "started", envelope, message.connection, nbytes)
         if envelope.kind == Kind.CALL:
             self._on_call(message)
         elif envelope.kind > Kind.FAILURE:
@@ -240,7 +245,7 @@ class Worker:
                 call.envelope, call.frames = envelope, message.frames
                 self.calls.complete(call, may_run_callbacks=call is here)
         if self.events.subscribers:
-            self._emit("receive", "complete", envelope, message.connection)
+            report(self.events, "receive", "complete", envelope, message.connection)
 
     def decode(self, envelope: Envelope, frames: Frames, tracked_in: int = 0) -> Any:
         """Decodes the body of a message, with the history of its tensors. Runs users' code.
@@ -259,20 +264,6 @@ class Worker:
         sender = self.name_of(sender_of(envelope.id))
         with self.events.span("decode", KIND_NAMES[envelope.kind], envelope.id, sender):
             return self._codec.decode(envelope, frames, attach)
-
-    def _emit(
-        self, stage: str, phase: str, envelope: Envelope, connection: Connection, nbytes: int = 0, detail: str = ""
-    ) -> None:
-        kind = KIND_NAMES.get(envelope.kind, "?")
-        if not detail and envelope.kind == Kind.GRADIENTS:
-            more = envelope.autograd.more if envelope.autograd else ()
-            detail = " ".join(map(str, ("of message", envelope.reply_to, *more)))
-        self.events.emit(
-            Event(
-                stage, phase, kind, envelope.id, connection.peer.name, nbytes, detail, envelope.reply_to,
-                time.perf_counter(),
-            )
-        )  # fmt: skip
 
     def _on_control(self, peer: int, envelope: Envelope, frames: Frames) -> Callable[[], None] | None:
         """A message between workers, and not between their users. While reading."""

@@ -299,6 +299,7 @@ class EngineCall:
         if arrived is None:
             self._check(message)
             raise GradientError(f"the gradients of message {message} were asked for twice in one pass")
+        arrived.frames.deadline = local.deadline
         found = self._host.decode(arrived.envelope, arrived.frames).gradients
         ready = devices.record(found) if self.has_devices else ()
         place = 0

@@ -412,6 +412,7 @@ class Calls:
             envelope, frames = call.envelope, call.frames
             assert envelope is not None and frames is not None
             call.frames = None  # a large result must not live as long as the future
+            frames.deadline = call.deadline
             try:
                 body = self._worker.decode(envelope, frames, call.context)
                 if type(body) is Failure:

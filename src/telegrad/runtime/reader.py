@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import ConnectionClosedError, TelegradError
+from ..errors import ConnectionClosedError, ProtocolError, TelegradError
 from ..events import Events, logger
 from ..messages import Envelope, Kind
 from ..primitives import clock, current, interrupts
@@ -170,9 +170,15 @@ class Reader:
             frames.keep, task = self._arrive(envelope, connection.peer.id)
             if task is not None and kind != _CALL:
                 self._threads.submit(task)
+        if envelope.placed or envelope.lane:
+            lane = connection.open_device_lane()
+            if lane is None:
+                raise ProtocolError("a message that speaks of device memory, where there is none to share")
+            lane.heard(envelope.lane)
+            frames.arrived = lane.arrived(envelope.placed) if envelope.placed else ()
         if kind == _CALL:
             if envelope.timeout is not None:
-                deadline = clock.now() + envelope.timeout
+                deadline = frames.deadline = clock.now() + envelope.timeout
         elif kind in _ANSWERS:
             call, task = self._pending.claim(envelope.reply_to, connection), None
         else:

@@ -97,6 +97,24 @@ class _Recording:
             self.part.missing = f"its operators are missing: {why}"
 
 
+def report(
+    events: Events,
+    stage: str,
+    phase: str,
+    envelope: Envelope,
+    connection: Connection,
+    nbytes: int = 0,
+    detail: str = "",
+) -> None:
+    """Tells the subscribers of a worker how far a message is."""
+    kind = KIND_NAMES.get(envelope.kind, "?")
+    if not detail and envelope.kind == Kind.GRADIENTS:
+        more = envelope.autograd.more if envelope.autograd else ()
+        detail = " ".join(map(str, ("of message", envelope.reply_to, *more)))
+    peer, now = connection.peer.name, time.perf_counter()
+    events.emit(Event(stage, phase, kind, envelope.id, peer, nbytes, detail, envelope.reply_to, now))
+
+
 class Recorder:
     """Records for the sessions that one worker takes part in, one after the other."""
 

@@ -36,12 +36,13 @@ from ..messages import (
     Hello,
     Hold,
     Kind,
+    Placed,
     Release,
     Reply,
     Return,
 )
 from ..primitives.interrupts import interruptible, is_interrupt
-from ..transport.base import Buffer, Frames
+from ..transport.base import Buffer, Connection, Frames
 from .by_name import Names
 from .devices import NO_MAP, StrictTargets, Targets, UnmappedDeviceError, check_all_here
 from .handles import Handle
@@ -86,6 +87,7 @@ class Packed(Frames, eq=False):
 
     tracked: Sequence[torch.Tensor] = ()  # those that require grad; empty unless they were asked for
     handles: Sequence[Handle] = ()  # to values of workers
+    placed: Sequence[Placed] = ()  # tensors in device memory
 
 
 class Codec(Values):
@@ -100,7 +102,9 @@ class Codec(Values):
 
     # -- encoding --------------------------------------------------------------------------------------
 
-    def pack(self, envelope: Envelope, body: Body, peer: Hello, *, track: bool = False) -> Packed:
+    def pack(
+        self, envelope: Envelope, body: Body, peer: Hello, *, track: bool = False, connection: Connection | None = None
+    ) -> Packed:
         """A body as bytes; with `track`, also the tensors in it that require grad. Only the kind, the id and the
         device map of the envelope must be known by now. What is in CONTROLS needs none of this: see encode_control.
 
@@ -112,7 +116,7 @@ class Codec(Values):
             targets = NO_MAP if envelope.device_map is None else StrictTargets(envelope.device_map)
         elif envelope.device_map is not None:
             targets = Targets(envelope.device_map)
-        message = Outgoing(peer.id, peer.main == self._main, [] if track else None, targets)
+        message = Outgoing(peer.id, peer.main == self._main, [] if track else None, targets, connection)
         try:
             name, values, shape = b"", None, _FIELDS
             if type(body) is Call and (
@@ -130,14 +134,19 @@ class Codec(Values):
                 answered_as = envelope.id if envelope.kind == Kind.CALL else None
                 buffers = [self.definitions.carry(message, answered_as), *buffers]
                 shape |= _CARRIES
-        except EncodeError:
-            raise
-        except UnmappedDeviceError as error:
-            raise EncodeError(error.text("Response" if envelope.kind == _REPLY else "Request", peer.name)) from error
         except BaseException as error:
+            if message.placed and connection is not None and connection.device_lane is not None:
+                connection.device_lane.take_back(message.placed)
+            if isinstance(error, EncodeError):
+                raise
+            if isinstance(error, UnmappedDeviceError):
+                kind = "Response" if envelope.kind == _REPLY else "Request"
+                raise EncodeError(error.text(kind, peer.name)) from error
             raise EncodeError(reason_of(error)) from error
         skeleton = b"".join((_HEAD.pack(shape, len(name)), name, pickled))
-        return Packed(b"", [skeleton, *buffers], message.keep, message.tracked or (), message.handles or ())
+        packed = Packed(b"", [skeleton, *buffers], message.keep)
+        packed.tracked, packed.handles, packed.placed = message.tracked or (), message.handles or (), message.placed
+        return packed
 
     def not_sent(self, envelope: Envelope) -> None:
         """Notes that a message was packed, and not sent."""
@@ -192,7 +201,8 @@ class Codec(Values):
             if length:
                 name = bytes(skeleton[_HEAD.size : start])
                 function = self._names.resolve(name) if name[0] else self.definitions.resolve(name)
-            values = self.load(memoryview(skeleton)[start:], buffers, sender, attach)
+            with_devices = frames if frames.arrived else None
+            values = self.load(memoryview(skeleton)[start:], buffers, sender, attach, (), with_devices)
             if envelope.kind == Kind.GRADIENTS:
                 return Gradients(values)
             if shape == _FIELDS:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from ..messages import Placed
+from ..transport.base import Frames
 from .devices import Targets
 from .handles import Handle
 
@@ -25,6 +27,9 @@ class Outgoing(msgspec.Struct, eq=False):
     # The tensors that require grad, in a message whose gradients will be asked for; None in any other.
     tracked: list[torch.Tensor] | None = None
     targets: Targets | None = None  # where its tensors are to arrive
+    connection: Any = None  # that it goes by; None: it cannot lie in device memory
+    placed: list[Placed] = []  # tensors that do
+    put: dict[int, tuple[torch.Tensor, int]] = {}  # by id: these tensors, and their places in the list
     keep: list[Any] = []  # what the memory of tensors belongs to
     carried: list[Definition] | None = []  # None: it cannot carry any
     handles: list[Handle] | None = []  # None: it cannot carry any
@@ -35,10 +40,13 @@ class unpickling:
     tracked tensors, which have their history already. Pickle has no place to hand this to the functions that it
     calls. A constructor that is called meanwhile may make calls of its own, so these nest."""
 
-    def __init__(self, at: Values, sender: int | None, tracked: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, at: Values, sender: int | None, tracked: Sequence[torch.Tensor] = (), frames: Frames | None = None
+    ) -> None:
         self.at = at
         self.sender = sender
         self.tracked = tracked
+        self.frames = frames  # of a message with tensors in device memory
 
     def __enter__(self) -> None:
         self._before = getattr(_thread, "message", None)

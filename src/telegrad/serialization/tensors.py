@@ -29,8 +29,10 @@ from .._torch import (
 )
 from ..errors import EncodeError
 from ..options import SHARED_MEMORY_FROM
-from .devices import Targets, have_device
-from .pickling_state import arriving
+from ..primitives.futures import use_devices
+from .device_lane import on_host, put_on_lane, take_from_lane
+from .devices import have_device
+from .pickling_state import Outgoing, arriving
 
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _DTYPE_NAMES = {v: k for k, v in _DTYPES.items()}
@@ -59,7 +61,7 @@ def _saves_itself(kind: type[torch.Tensor]) -> bool:
     return kind.__reduce_ex__ not in _TORCHS_WAYS or kind.__reduce__ is not torch.Tensor.__reduce__
 
 
-def reduce_tensor(tensor: torch.Tensor, keep: list[Any], targets: Targets | None) -> Any:
+def reduce_tensor(tensor: torch.Tensor, message: Outgoing) -> Any:
     """How pickle should save a tensor, or NotImplemented for one that knows better itself.
 
     `keep` gets what must live until the memory that pickle buffers point at was sent. `targets` says where tensors of
@@ -67,7 +69,7 @@ def reduce_tensor(tensor: torch.Tensor, keep: list[Any], targets: Targets | None
     """
     kind = type(tensor)
     if kind is torch.Tensor and not tensor.__dict__:
-        return _reduce_plain(tensor, keep, targets)
+        return _reduce_plain(tensor, message)
     with DisableTorchFunctionSubclass():
         if _saves_itself(kind):
             return NotImplemented
@@ -125,24 +127,25 @@ def _state(tensor: torch.Tensor) -> Any:
     return dict(state) or None if isinstance(state, dict) else state
 
 
-def _reduce_plain(tensor: torch.Tensor, keep: list[Any], targets: Targets | None) -> Any:
+def _reduce_plain(tensor: torch.Tensor, message: Outgoing) -> Any:
     if tensor.layout is not torch.strided:
         return _reduce_sparse(tensor)
     if tensor.is_quantized:
         return _reduce_quantized(tensor)
-    description = describe(tensor, keep, targets)
+    description = describe(tensor, message)
     return NotImplemented if description is None else (rebuild, description)
 
 
-def describe(tensor: torch.Tensor, keep: list[Any], targets: Targets | None) -> tuple[Any, ...] | None:
+def describe(tensor: torch.Tensor, message: Outgoing) -> tuple[Any, ...] | None:
     """A plain tensor as the arguments of `rebuild`; None for one with more to it than strided memory.
 
     Raises:
-        UnmappedDeviceError: `targets` are strict, and its device is not among them.
+        UnmappedDeviceError: the message's targets are strict, and the tensor's device is not among them.
+        EncodeError: a CUDA graph is being captured.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.__dict__:
         return None
-    flags = 0
+    given, targets, flags = tensor, message.targets, 0
     if tensor.requires_grad:
         flags |= REQUIRES_GRAD
         tensor = tensor.detach()
@@ -160,7 +163,6 @@ def describe(tensor: torch.Tensor, keep: list[Any], targets: Targets | None) -> 
         device = str(tensor.device)
         if targets is not None:
             device = targets[device]
-        tensor = tensor.cpu()
     elif targets:
         device = targets.get("cpu")
     shape, stride = tensor.shape, tensor.stride()
@@ -178,13 +180,17 @@ def describe(tensor: torch.Tensor, keep: list[Any], targets: Targets | None) -> 
             if not _is_dense(tensor):
                 tensor = tensor.contiguous()
             stride = tuple([0 if step == 0 else own for step, own in zip(stride, tensor.stride(), strict=True)])
-    nbytes = tensor.nbytes
     memory: Any
+    if not tensor.is_cpu:
+        if (memory := put_on_lane(given, tensor, device, message)) is not None:
+            return memory, _DTYPE_NAMES[dtype], tuple(shape), stride, flags, device
+        tensor = on_host(tensor)
+    nbytes = tensor.nbytes
     if nbytes < SHARED_MEMORY_FROM:
         memory = _copied(tensor.data_ptr(), nbytes)
     else:
         memory = pickle.PickleBuffer(_array_type(nbytes).from_address(tensor.data_ptr()))
-        keep.append(tensor)
+        message.keep.append(tensor)
     return memory, _DTYPE_NAMES[dtype], tuple(shape), stride, flags, None if device == "cpu" else device
 
 
@@ -211,7 +217,11 @@ def rebuild(
 ) -> torch.Tensor:
     """The tensor that `describe` described; `detached`, whether or not it required grad."""
     dtype = _DTYPES[dtype_name]
-    if not len(memory):
+    if type(memory) is int:
+        tensor = take_from_lane(memory, device).view(dtype)
+        if len(shape) != 1 or stride != (1,):
+            tensor.as_strided_(shape, stride)
+    elif not len(memory):
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
     else:
         # The memory is ours alone and writable: the tensor stays where pickle or the transport put it.
@@ -220,6 +230,7 @@ def rebuild(
             # In place. What view() makes in no_grad could not be changed in place where gradients are recorded.
             tensor.as_strided_(shape, stride)
     if device is not None and have_device(device):
+        use_devices()
         tensor = tensor.to(device)
     if flags:
         if flags & _NEG:

@@ -24,10 +24,9 @@ from .._torch import DisableTorchFunctionSubclass
 from ..errors import DecodeError, EncodeError, text_of
 from ..options import SHARED_MEMORY_FROM
 from ..primitives.interrupts import interruptible, is_interrupt
-from ..transport.base import Buffer
+from ..transport.base import Buffer, Frames
 from .by_value import ByValuePickler, Dependencies
 from .by_value_cache import Definitions
-from .devices import Targets
 from .handles import Handle
 from .namespaces import Namespaces, is_by_value, is_definition
 from .pickling_state import Outgoing, unpickling
@@ -77,7 +76,7 @@ class Values:
                 if id(value) in seen:
                     tensors[position] = seen[id(value)]
                     continue
-                description = describe(value, message.keep, message.targets)
+                description = describe(value, message)
                 if description is None:
                     return self.dump_nested(values, message, in_band=False)
                 tensors[position] = description
@@ -133,11 +132,9 @@ class Values:
 
     def _dump_definition(self, value: Any, made_of: Dependencies) -> bytes:
         """Pickles a definition, with all that it needs."""
-        keep: list[Any] = []
+        message = Outgoing(-1, same_main=False)
         file = io.BytesIO()
-        pickler = ByValuePickler(
-            file, None, self.namespaces, lambda obj: _reduce_data(obj, keep, None, same_main=False), made_of
-        )
+        pickler = ByValuePickler(file, None, self.namespaces, lambda obj: _reduce_data(obj, message), made_of)
         try:
             interruptible(pickler.dump, value)
         except BaseException as error:
@@ -160,7 +157,7 @@ class Values:
             return obj.rebuild, (obj.entry.id, obj.entry.owner)
         if message.tracked is not None and isinstance(obj, torch.Tensor) and obj.requires_grad:
             return reduce_tracked(obj, message.tracked)
-        return _reduce_data(obj, message.keep, message.targets, same_main=message.same_main)
+        return _reduce_data(obj, message)
 
     # -- unpickling ------------------------------------------------------------------------------------
 
@@ -171,26 +168,28 @@ class Values:
         sender: int | None = None,
         attach: Attach | None = None,
         tracked: Sequence[torch.Tensor] = (),
+        frames: Frames | None = None,
     ) -> Any:
-        """The values of a message of `sender`; `attach` gives those that were tracked their history."""
+        """The values of a message of `sender`; `attach` gives those that were tracked their history. `frames` are there
+        if tensors of it lie in device memory."""
         if pickled[0] == _FLAT:
             values, tensors = pickle.loads(pickled[1:], buffers=buffers)
             if tensors is None:
                 return values
-            if not torch.is_inference_mode_enabled():
+            if not torch.is_inference_mode_enabled() and frames is None:
                 return _unflatten(values, tensors, attach)
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), unpickling(self, sender, (), frames):
                 return _unflatten(values, tensors, attach)
         if pickled[0] == _APART:
             _, ahead, length = _APART_HEAD.unpack_from(pickled)
             start = _APART_HEAD.size + length
-            apart = self.load(pickled[_APART_HEAD.size : start], buffers[ahead:], sender)
+            apart = self.load(pickled[_APART_HEAD.size : start], buffers[ahead:], sender, frames=frames)
             with torch.inference_mode(False):
                 tracked = [tensor.requires_grad_() for tensor in apart] if attach is None else attach(apart)
-            return self.load(pickled[start:], buffers[:ahead], sender, tracked=tracked)
+            return self.load(pickled[start:], buffers[:ahead], sender, tracked=tracked, frames=frames)
         # What arrives in inference mode is no inference tensor: it may be kept beyond that.
         no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with no_inference, unpickling(self, sender, tracked):
+        with no_inference, unpickling(self, sender, tracked, frames):
             return interruptible(partial(pickle.loads, pickled, buffers=buffers))
 
     def load_definitions(self, carried: Buffer, sender: int) -> None:
@@ -210,11 +209,11 @@ def _no_handle(id: int, owner: int) -> Any:
     raise DecodeError(f"an RRef (to value {id} of worker {owner}) came where none is known")
 
 
-def _reduce_data(obj: Any, keep: list[Any], targets: Targets | None, *, same_main: bool) -> Any:
+def _reduce_data(obj: Any, message: Outgoing) -> Any:
     if issubclass(type(obj), torch.Tensor):
-        return reduce_tensor(obj, keep, targets)
+        return reduce_tensor(obj, message)
     if is_named_by_torch(obj):
-        return reduce_named_by_torch(obj, same_main)
+        return reduce_named_by_torch(obj, message.same_main)
     return NotImplemented
 
 

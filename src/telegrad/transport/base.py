@@ -22,7 +22,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,6 +31,9 @@ from ..messages import Hello
 from ..primitives import clock
 from ..primitives.waiter import Waiter
 from .lease import ReadLease
+
+if TYPE_CHECKING:
+    from .device import DeviceLane
 
 Buffer = bytes | bytearray | memoryview
 BeforeWaiting = Callable[[], None] | None
@@ -61,6 +64,9 @@ class Frames(msgspec.Struct, eq=False):
     header: bytes
     buffers: Sequence[Buffer]
     keep: Any = None
+    # Read: tensors in device memory, and by when they must be there; see device.py
+    arrived: Sequence[Any] = ()
+    deadline: float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +93,7 @@ class Connection(ABC):
     transport: str
     peer: Hello
     fd = -1  # its descriptor, for a connection that the lease polls; the others ring the lease's bell
+    device_lane: DeviceLane | None = None  # once there was something to do for it
 
     def __init__(self, peer: Hello, lease: ReadLease) -> None:
         self.peer = peer
@@ -147,6 +154,10 @@ class Connection(ABC):
     def tick(self) -> None:  # noqa: B027
         """Gives back memory that is kept for reuse and was not used for a while. Called every few seconds, on any
         thread; never blocks. A transport that keeps nothing has nothing to do."""
+
+    def open_device_lane(self) -> DeviceLane | None:
+        """The lane for tensors on CUDA devices; None for a transport that has none."""
+        return None
 
     @abstractmethod
     def statistics(self) -> ConnectionStatistics:

@@ -23,6 +23,8 @@ from ..messages import Hello
 from ..options import SHARED_MEMORY_FROM, Options
 from .base import BeforeWaiting, Buffer, ConnectionStatistics, Frames, left_until, split_address
 from .copying import copy_all
+from .cuda import CUDA
+from .device import DeviceLane
 from .lease import ReadLease
 from .listening import StreamTransport
 from .shared_memory import FREE, Mappings, Segment, SegmentPool, parts, room_for
@@ -43,6 +45,7 @@ class UnixConnection(StreamConnection):
             sock.setsockopt(socket.SOL_SOCKET, option, 1 << 20)
         self._pool = SegmentPool(options.pool_bytes, shared=True)
         self._unread_limit = options.peer_byte_limit
+        self._device_limit = options.pool_bytes
         self._warned = False
         self._mappings = Mappings()  # guarded by the lease
         self._descriptors: list[int] = []  # received, not yet claimed by a message; guarded by the lease
@@ -145,10 +148,23 @@ class UnixConnection(StreamConnection):
             self._mappings.adopt(id, capacity, self._descriptors.pop(0))
         return parts(self._mappings.lend(id, capacity, nbytes), lengths)
 
+    # -- tensors on devices ----------------------------------------------------------------------------
+
+    def open_device_lane(self) -> DeviceLane | None:
+        if self.device_lane is None and not self._closed_because:
+            # Two threads may come here at once: the first one's stays.
+            lane = DeviceLane(CUDA, self.peer.name, self.peer.pid, self._device_limit)
+            self.__dict__.setdefault("device_lane", lane)
+            if self._aborted:
+                lane.close()
+        return self.device_lane
+
     # -- life ------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         super().tick()
+        if self.device_lane is not None:
+            self.device_lane.tick()
         self._pool.tick()
         if not self._pool.dropped or not self._write_lock.acquire(blocking=False):
             return  # the thread that writes says it, or the next tick does
@@ -169,6 +185,11 @@ class UnixConnection(StreamConnection):
         for fd in self._descriptors:
             os.close(fd)
         self._descriptors.clear()
+
+    def abort(self, reason: str = "closed") -> None:
+        super().abort(reason)
+        if self.device_lane is not None:
+            self.device_lane.close()
 
     def _end_writing(self) -> None:
         super()._end_writing()

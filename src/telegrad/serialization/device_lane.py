@@ -1,0 +1,68 @@
+"""Tensors on devices, on their way out of a message's sender and into its receiver: by the device lane of their
+connection (transport/device.py), or through host memory."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import DecodeError, EncodeError
+from ..options import SHARED_MEMORY_FROM
+from ..primitives.futures import use_devices
+from .devices import have_device
+from .pickling_state import Outgoing, arriving
+
+
+def put_on_lane(given: torch.Tensor, tensor: torch.Tensor, target: str | None, message: Outgoing) -> int | None:
+    """Puts a tensor, which is dense, into device memory that the receiver opens; returns its number in the message.
+    None: it goes through the host. `given` is the tensor as the caller has it: pickled a second time, it is there.
+
+    Raises:
+        EncodeError: a CUDA graph is being captured.
+    """
+    use_devices()
+    if not tensor.is_cuda:
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        raise EncodeError(
+            f"a tensor on {tensor.device} cannot be sent while a CUDA graph is captured; send it before or after that"
+        )
+    if target is None or target == "cpu" or message.connection is None or not tensor.nbytes:
+        return None
+    if (known := message.put.get(id(given))) is not None:
+        return known[1]
+    lane = message.connection.open_device_lane()
+    if lane is None or not lane.put(tensor.as_strided((tensor.numel(),), (1,)), message.placed):
+        return None
+    number = len(message.placed) - 1
+    message.put[id(given)] = given, number
+    return number
+
+
+def take_from_lane(number: int, target: str | None) -> torch.Tensor:
+    """The bytes of a tensor in device memory, of the message that this thread unpickles, on the device that it is to
+    arrive on; on the CPU, if there is no such device here."""
+    use_devices()
+    frames = arriving().frames
+    if frames is None or not 0 <= number < len(frames.arrived):
+        raise DecodeError(f"tensor {number} of a message lies in device memory, and there is none")
+    device = torch.device(target) if target is not None and have_device(target) else torch.device("cpu")
+    found: torch.Tensor = frames.arrived[number].take(device, frames.deadline, _is_alive)
+    return found
+
+
+def _is_alive() -> bool:
+    return True  # the lane is closed when the connection ends, and says so itself
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor of a device, in host memory. Large ones by memory that the device writes to itself, which torch
+    keeps for the next: such a copy is several times as fast."""
+    if tensor.is_cuda and tensor.nbytes >= SHARED_MEMORY_FROM:
+        try:
+            host = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=True)
+        except RuntimeError:
+            return tensor.cpu()  # there is no such memory left
+        host.copy_(tensor.as_strided((tensor.numel(),), (1,)), non_blocking=True)
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return host
+    return tensor.cpu()
