@@ -20,7 +20,7 @@ from simulated_cuda import no_memory
 from telegrad.errors import ConnectionClosedError, DecodeError, EncodeError, ProtocolError
 from telegrad.messages import Answer, Placed
 from telegrad.primitives import interrupts
-from telegrad.transport import device
+from telegrad.transport import device, device_mappings
 from telegrad.transport.cuda import Cuda, CudaError
 from telegrad.transport.device_board import ARRIVED, BOARD_BYTES, FILLED, FREE, READ, Board
 from telegrad.transport.device_pool import IDLE, SLAB, SLOT
@@ -218,7 +218,8 @@ def test_many_threads(make: MakePair) -> None:
     assert counts.puts > 100
 
 
-def test_nothing_grows(pair: Pair) -> None:
+def test_nothing_grows(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_mappings, "_SPIN", 0.0)  # a simulated stream needs the interpreter lock
     tensor, large = bytes_of(1000), bytes_of(3 * MIB)
     for number in range(10_000):
         pair.send(large if number % 100 == 0 else tensor)
