@@ -31,6 +31,7 @@ MakePair = Callable[..., Pair]
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_PATIENCE", 0.5)
+    monkeypatch.setattr(device_mappings, "_UNTAKEN", 0.2)
 
 
 @pytest.fixture
@@ -482,10 +483,28 @@ def test_closing_in_every_state(make: MakePair) -> None:
             result = pair.take(arrived[1])  # the memory stays until the other end has closed it
             pair.settle()
             assert torch.equal(result, bytes_of(3 * MIB))
-        else:
-            with pytest.raises(ConnectionClosedError):
-                pair.take(arrived[1])
         del arrived
+
+
+def test_what_has_arrived_can_be_taken_after_the_end(
+    pair: Pair, jumping_clock: JumpingClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_mappings, "_UNTAKEN", 50.0)
+    monkeypatch.setattr(device, "_PATIENCE", 100.0)
+    arrived = pair.deliver(*[pair.put(bytes_of(3 * MIB, number)) for number in range(3)])
+    pair.settle()
+    pair.a.close()
+    pair.b.close()
+    result = arrived[0].take(GPU, None, lambda: False)
+    pair.settle()
+    assert torch.equal(result, bytes_of(3 * MIB))
+    pair.cuda_b.fail["open_memory"] = [CudaError("CUDA error: invalid resource handle", 400)]
+    with pytest.raises(ConnectionClosedError):
+        pair.take(arrived[1])
+    jumping_clock.jump(51)
+    eventually(janitor_is_idle)
+    with pytest.raises(ConnectionClosedError):
+        pair.take(arrived[2])
 
 
 def test_a_lane_that_is_closed_while_a_thread_waits(pair: Pair) -> None:
@@ -766,6 +785,7 @@ def test_places_that_make_no_sense(pair: Pair) -> None:
         "short event": Placed(BOARD_BYTES - 1, 10, msgspec.structs.replace(fresh, event=b"x")),
         "other device": Placed(BOARD_BYTES - 1, 10, msgspec.structs.replace(fresh, device=1)),
     }
+    pair.a._places.board.bytes[BOARD_BYTES - 1] = FILLED
     for what, one in bad.items():
         with pytest.raises(ProtocolError):
             pair.b.arrived([one])
