@@ -495,6 +495,7 @@ def test_what_has_arrived_can_be_taken_after_the_end(
     pair.settle()
     pair.a.close()
     pair.b.close()
+    time.sleep(0.05)  # the janitor has looked
     result = arrived[0].take(GPU, None, lambda: False)
     pair.settle()
     assert torch.equal(result, bytes_of(3 * MIB))
