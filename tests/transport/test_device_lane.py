@@ -20,7 +20,7 @@ from simulated_cuda import no_memory
 from telegrad.errors import ConnectionClosedError, DecodeError, EncodeError, ProtocolError
 from telegrad.messages import Answer, Placed
 from telegrad.primitives import interrupts
-from telegrad.transport import device
+from telegrad.transport import device, device_mappings
 from telegrad.transport.cuda import Cuda, CudaError
 from telegrad.transport.device_board import ARRIVED, BOARD_BYTES, FILLED, FREE, READ, Board
 from telegrad.transport.device_pool import IDLE, SLAB, SLOT
@@ -31,6 +31,7 @@ MakePair = Callable[..., Pair]
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_PATIENCE", 0.5)
+    monkeypatch.setattr(device_mappings, "_UNTAKEN", 0.2)
 
 
 @pytest.fixture
@@ -218,7 +219,8 @@ def test_many_threads(make: MakePair) -> None:
     assert counts.puts > 100
 
 
-def test_nothing_grows(pair: Pair) -> None:
+def test_nothing_grows(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_mappings, "_SPIN", 0.0)  # a simulated stream needs the interpreter lock
     tensor, large = bytes_of(1000), bytes_of(3 * MIB)
     for number in range(10_000):
         pair.send(large if number % 100 == 0 else tensor)
@@ -481,10 +483,29 @@ def test_closing_in_every_state(make: MakePair) -> None:
             result = pair.take(arrived[1])  # the memory stays until the other end has closed it
             pair.settle()
             assert torch.equal(result, bytes_of(3 * MIB))
-        else:
-            with pytest.raises(ConnectionClosedError):
-                pair.take(arrived[1])
         del arrived
+
+
+def test_what_has_arrived_can_be_taken_after_the_end(
+    pair: Pair, jumping_clock: JumpingClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_mappings, "_UNTAKEN", 50.0)
+    monkeypatch.setattr(device, "_PATIENCE", 100.0)
+    arrived = pair.deliver(*[pair.put(bytes_of(3 * MIB, number)) for number in range(3)])
+    pair.settle()
+    pair.a.close()
+    pair.b.close()
+    time.sleep(0.05)  # the janitor has looked
+    result = arrived[0].take(GPU, None, lambda: False)
+    pair.settle()
+    assert torch.equal(result, bytes_of(3 * MIB))
+    pair.cuda_b.fail["open_memory"] = [CudaError("CUDA error: invalid resource handle", 400)]
+    with pytest.raises(ConnectionClosedError):
+        pair.take(arrived[1])
+    jumping_clock.jump(51)
+    eventually(janitor_is_idle)
+    with pytest.raises(ConnectionClosedError):
+        pair.take(arrived[2])
 
 
 def test_a_lane_that_is_closed_while_a_thread_waits(pair: Pair) -> None:
@@ -765,6 +786,7 @@ def test_places_that_make_no_sense(pair: Pair) -> None:
         "short event": Placed(BOARD_BYTES - 1, 10, msgspec.structs.replace(fresh, event=b"x")),
         "other device": Placed(BOARD_BYTES - 1, 10, msgspec.structs.replace(fresh, device=1)),
     }
+    pair.a._places.board.bytes[BOARD_BYTES - 1] = FILLED
     for what, one in bad.items():
         with pytest.raises(ProtocolError):
             pair.b.arrived([one])

@@ -40,6 +40,7 @@ from .device_pool import GIVE_UP
 _SPIN = 300e-6  # seconds
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3
 _LARGEST = 1 << 48  # bytes of a segment
+_UNTAKEN = 5.0  # seconds for which what has arrived can be taken after the connection's end; the peer waits for longer
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +51,7 @@ class _Mapping:
     fresh: Fresh  # by which it became known
     pointer: int = 0  # once it is opened
     users: int = 0  # threads that take from it
+    is_closed: bool = False
     places: list[_Place] = field(default_factory=list)
 
 
@@ -77,7 +79,8 @@ class Arrived:
 
     def take(self, device: torch.device, deadline: float | None, is_alive: Callable[[], bool]) -> torch.Tensor:
         """The bytes, flat, on a device, in the order of its current stream. Waits until the peer's copy is done;
-        `is_alive` says whether the connection still is.
+        `is_alive` says whether the connection still is. If the copy is done, they can be taken after its end, too, for
+        a moment.
 
         Raises:
             TimeoutError: the deadline has passed.
@@ -181,7 +184,8 @@ class DeviceMappings:
         """The bytes, and the device that they are on: the one that the place is on, too."""
         mapping = place.mapping
         with self._lock:
-            self._check_open()
+            if mapping.is_closed:
+                raise self._ended()
             mapping.users += 1
         try:
             with self.cuda.on(mapping.device):
@@ -198,6 +202,8 @@ class DeviceMappings:
                 f"no memory on cuda:{mapping.device} for {arrived.nbytes} bytes from worker {self._peer!r}: {error}"
             ) from error
         except CudaError as error:
+            if self._closed_at is not None:  # the peer may have died, and its handles with it
+                raise self._ended() from error
             raise DecodeError(
                 f"a tensor from worker {self._peer!r} cannot be copied to cuda:{mapping.device}: {error}"
             ) from error
@@ -207,7 +213,10 @@ class DeviceMappings:
 
     def _check_open(self) -> None:
         if self._closed_at is not None:
-            raise ConnectionClosedError(f"the connection with worker {self._peer!r} was closed")
+            raise self._ended()
+
+    def _ended(self) -> ConnectionClosedError:
+        return ConnectionClosedError(f"the connection with worker {self._peer!r} ended before its tensor was copied")
 
     def _open(self, place: _Place) -> None:
         if place.event:
@@ -229,9 +238,7 @@ class DeviceMappings:
             while not is_done(event):
                 self._check_open()
                 if not is_alive():
-                    raise ConnectionClosedError(
-                        f"the connection with worker {self._peer!r} ended before its tensor was copied"
-                    )
+                    raise self._ended()
                 if deadline is not None and clock.now() >= deadline:
                     raise TimeoutError(f"worker {self._peer!r} did not finish copying its tensor in time")
                 if time.perf_counter() - began > _SPIN:
@@ -325,9 +332,12 @@ class DeviceMappings:
             every = list(self._mappings.items())
         for key, mapping in every:
             with self.cuda.on(mapping.device):
-                if not self._is_unused(mapping, board, closed_at is not None):
+                if not self._is_unused(mapping, board, closed_at):
                     continue
                 with self._lock:
+                    if mapping.users:
+                        continue
+                    mapping.is_closed = True
                     del self._mappings[key]
                     for place in mapping.places:
                         del self._places[place.id]
@@ -344,10 +354,13 @@ class DeviceMappings:
             board.bytes[READER_CLOSED] = 1
         return True
 
-    def _is_unused(self, mapping: _Mapping, board: Board, closed: bool) -> bool:
-        if mapping.users or not (closed or all(board.bytes[place.id] == DROPPED for place in mapping.places)):
-            return False
-        return all(self.cuda.is_done(place.event) for place in mapping.places if place.is_ours)
+    def _is_unused(self, mapping: _Mapping, board: Board, closed_at: float | None) -> bool:
+        states = {board.bytes[place.id] for place in mapping.places}
+        if closed_at is None:
+            unused = states == {DROPPED}
+        else:
+            unused = ARRIVED not in states or clock.now() > closed_at + _UNTAKEN
+        return unused and all(self.cuda.is_done(place.event) for place in mapping.places if place.is_ours)
 
     def _close(self, mapping: _Mapping) -> None:
         for place in mapping.places:
@@ -360,7 +373,7 @@ class DeviceMappings:
         return sum(1 for mapping in list(self._mappings.values()) if mapping.pointer)
 
     def close(self) -> None:
-        """Nothing is taken any more; tidy() closes everything. Never blocks for long."""
+        """Nothing arrives any more; tidy() closes everything. Never blocks for long."""
         with self._lock:
             if self._closed_at is None:
                 self._closed_at = clock.now()
@@ -369,4 +382,6 @@ class DeviceMappings:
         """In a fork: everything is the parent's, and CUDA cannot be called."""
         self._lock, self._opening = threading.Lock(), threading.Lock()
         self._closed_at = clock.now()
+        for mapping in self._mappings.values():
+            mapping.is_closed = True
         self._mappings, self._places = {}, {}
