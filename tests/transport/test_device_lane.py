@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ from telegrad.primitives import interrupts
 from telegrad.transport import device, device_mappings
 from telegrad.transport.cuda import Cuda, CudaError
 from telegrad.transport.device_board import ARRIVED, BOARD_BYTES, FILLED, FREE, READ, Board
+from telegrad.transport.device_mappings import Arrived
 from telegrad.transport.device_pool import IDLE, SLAB, SLOT
 
 MakePair = Callable[..., Pair]
@@ -141,6 +143,19 @@ def test_what_was_never_taken_goes_back(pair: Pair) -> None:
     assert pair.put(bytes_of(10)).place in (placed[0].place, placed[0].place - 1)
     assert pair.put(bytes_of(3 * MIB)).place == placed[1].place
     assert pair.cuda_b.calls["open_memory"] == 1  # of the offer
+
+
+def test_what_the_collector_finds_goes_back_in_any_order() -> None:
+    board = Board.make()
+    seen = Board.open(os.getpid(), board.fd, board.token)
+    board.close()
+    place = SimpleNamespace(id=100)
+    circle = [board, Arrived(None, board, place, 10)]  # the board came first, and is finalised first
+    circle.append(circle)
+    assert seen.bytes[100] == ARRIVED
+    del board, circle
+    gc.collect()
+    assert seen.bytes[100] == FREE
 
 
 def test_what_was_never_sent_is_taken_back(pair: Pair) -> None:

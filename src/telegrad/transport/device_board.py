@@ -18,19 +18,19 @@ change one byte is all that a finaliser may do.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
+import mmap
 import os
 import secrets
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..errors import text_of
 from ..events import logger
-from .shared_memory import _SEALS, Memory
+from .shared_memory import _SEALS
 
 FREE, FILLED, ARRIVED, TAKEN, READ, DROPPED, CLOSED = range(7)
 BOARD_BYTES = 1 << 16
@@ -45,10 +45,10 @@ _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # whatever a pe
 class Board:
     """A board, at either end. `fd` is -1 at the end that has opened it."""
 
-    def __init__(self, memory: Memory, fd: int = -1) -> None:
-        self._memory = memory  # keeps it mapped
+    def __init__(self, mapped: int, fd: int = -1) -> None:
         self.fd = fd
-        self.bytes: Any = (ctypes.c_ubyte * BOARD_BYTES).from_address(memory.address)
+        # It has no finaliser that the garbage collector could run before those that still write to it.
+        self.bytes: mmap.mmap | bytearray = mmap.mmap(mapped, BOARD_BYTES)
         of_this_process.add(self)
 
     @classmethod
@@ -63,7 +63,7 @@ class Board:
             os.ftruncate(fd, BOARD_BYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # it must never shrink under the other end's feet
             os.pwrite(fd, secrets.token_bytes(TOKEN_BYTES), 0)
-            return cls(Memory(BOARD_BYTES, fd), fd)
+            return cls(fd, fd)
         except BaseException:
             os.close(fd)
             raise
@@ -86,7 +86,7 @@ class Board:
                 raise ValueError(f"descriptor {fd} of process {pid} is no board")
             if len(token) != TOKEN_BYTES or os.pread(ours, TOKEN_BYTES, 0) != token:
                 raise ValueError(f"descriptor {fd} of process {pid} is another board: the process numbers differ")
-            return cls(Memory(BOARD_BYTES, ours))
+            return cls(ours)
         finally:
             os.close(ours)
 
