@@ -25,6 +25,8 @@ def self_test() -> Iterator[Finding]:
             yield Finding(_TOPIC, OK, f"two workers started in {time.perf_counter() - began:.1f} s")
             yield _calls(cluster)
             yield _gradients()
+            if torch.cuda.is_available():
+                yield _devices(cluster)
     except (TelegradError, OSError) as error:
         yield Finding(_TOPIC, WRONG, f"{type(error).__name__}: {error}", "docs/errors.md says what this error means")
 
@@ -42,6 +44,19 @@ def _calls(cluster: LocalCluster) -> Finding:
     if not any(c.shared_bytes for c in used.values()):
         return Finding(_TOPIC, SLOW, f"{told}, with no shared memory for 1 MiB", "see memfd above")
     return Finding(_TOPIC, OK, f"{told} and shared memory")
+
+
+def _devices(cluster: LocalCluster) -> Finding:
+    tensor = torch.arange(1 << 18, dtype=torch.float32, device="cuda")
+    for _ in range(3):  # the first goes through the host, and is answered with how the next may go
+        if not torch.equal(cluster.call("first", torch.add, tensor, 1), tensor + 1):
+            return Finding("GPU", WRONG, "a call with a tensor on a GPU gave a wrong result", _REPORT)
+    used = cluster.worker.statistics().connections.values()
+    if any(c.device_bytes_out and c.device_bytes_in for c in used):
+        return Finding("GPU", OK, "tensors on a GPU go from worker to worker by device memory")
+    why = next((c.device_refusal for c in used if c.device_refusal), "the other worker has not answered the offer")
+    remedy = "both workers must see the GPU, and each other's processes: in containers --ipc=host and --pid=host"
+    return Finding("GPU", SLOW, f"tensors on a GPU go through the host: {why}", remedy)
 
 
 def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -85,6 +85,12 @@ class ConnectionStatistics:
     bytes_in: int
     shared_bytes: int = 0  # shared memory that this end holds for its sends, free or in use
     shared_bytes_free: int = 0
+    # Tensors by the device lane, which are in none of the above:
+    device_bytes_out: int = 0
+    device_bytes_in: int = 0
+    device_waits: int = 0  # for the peer's copy of a tensor
+    device_pool_bytes: int = 0  # device memory that this end holds for its sends, free or in use
+    device_refusal: str = ""  # why tensors on devices go through the host
 
 
 class Connection(ABC):

@@ -53,6 +53,7 @@ class DeviceStatistics:
     segments: int  # that this end holds for its sends
     segment_bytes: int
     mappings: int  # segments of the peer's that this end has opened
+    refusal: str  # why tensors go through the host; empty: they do not
 
 
 class DeviceLane:
@@ -70,7 +71,7 @@ class DeviceLane:
         self._pools: dict[int, DevicePool] = {}  # by our device
         self._accepted: dict[int, DevicePool] = {}  # those of them that the peer has accepted
         self._refused: set[int] = set()
-        self._warned = False
+        self._refusal = ""  # why, the first time
         self._mappings = DeviceMappings(cuda, peer)
         self._heard_of: set[int] = set()  # devices that the peer has offered; guarded by the read lease
         self._offers: list[tuple[Offer, float]] = []  # heard, to be tried out until then; single operations are atomic
@@ -191,11 +192,11 @@ class DeviceLane:
         with self._lock:
             pool = self._pools.get(device)
             self._accepted.pop(device, None)
-            warned, self._warned = self._warned, True
+            before, self._refusal = self._refusal, self._refusal or reason
         if pool is not None:
             pool.refuse()
             janitor.submit(self._tidy)
-        if not warned:
+        if not before:
             logger.warning(
                 "tensors on cuda:%d go to worker %r through host memory, which is slower: %s",
                 device,
@@ -356,6 +357,7 @@ class DeviceLane:
             segments=sum(count for count, _ in sizes),
             segment_bytes=sum(nbytes for _, nbytes in sizes),
             mappings=mappings.count(),
+            refusal=self._refusal,
         )
 
     def abandon(self) -> None:

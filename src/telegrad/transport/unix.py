@@ -203,7 +203,18 @@ class UnixConnection(StreamConnection):
 
     def statistics(self) -> ConnectionStatistics:
         total, free = self._pool.sizes()
-        return replace(super().statistics(), shared_bytes=total, shared_bytes_free=free)
+        found = replace(super().statistics(), shared_bytes=total, shared_bytes_free=free)
+        if self.device_lane is None:
+            return found
+        lane = self.device_lane.statistics()
+        return replace(
+            found,
+            device_bytes_out=lane.bytes_put,
+            device_bytes_in=lane.bytes_taken,
+            device_waits=lane.waits,
+            device_pool_bytes=lane.segment_bytes,
+            device_refusal=lane.refusal,
+        )
 
 
 class UnixTransport(StreamTransport):
