@@ -59,7 +59,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class Cuda:
-    """CUDA's runtime. Calls let go of the interpreter lock. Pointers, events and streams are plain numbers.
+    """CUDA's runtime. Pointers, events and streams are plain numbers.
+
+    Calls that may wait let go of the interpreter lock. Those on the path of a message return at once and keep it, as
+    torch's own operations do: another thread would take the lock each time, and this one wait until it is free again.
 
     All but `is_ready` and `load` need a successful `load()` before. Those that make, open or record something belong to
     the current device, and are called inside of `on(device)`.
@@ -68,6 +71,7 @@ class Cuda:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards loading
         self._library: Any = None
+        self._quick: Any = None  # the same, for calls that return at once
         self._side_streams: dict[int, torch.cuda.Stream] = {}
 
     def is_ready(self) -> bool:
@@ -85,20 +89,20 @@ class Cuda:
         with self._lock:
             path = _loaded_library()
             try:
-                library = ctypes.CDLL(path)
+                library, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
                 for name, arguments in _SIGNATURES.items():
-                    getattr(library, name).argtypes = arguments
-                library.cudaGetErrorString.argtypes = (ctypes.c_int,)
-                library.cudaGetErrorString.restype = ctypes.c_char_p
+                    getattr(library, name).argtypes = getattr(quick, name).argtypes = arguments
+                quick.cudaGetErrorString.argtypes = (ctypes.c_int,)
+                quick.cudaGetErrorString.restype = ctypes.c_char_p
             except (OSError, AttributeError) as error:
                 raise CudaError(f"{path} cannot be called: {error}") from error
-            self._library = library
+            self._quick, self._library = quick, library
 
     def _check(self, code: int) -> None:
         if code != _SUCCESS:
             # CUDA remembers the error, and torch would raise it at its next launch of a kernel.
-            self._library.cudaGetLastError()
-            raise CudaError(f"CUDA error: {self._library.cudaGetErrorString(code).decode()}", code)
+            self._quick.cudaGetLastError()
+            raise CudaError(f"CUDA error: {self._quick.cudaGetErrorString(code).decode()}", code)
 
     # -- devices and streams ---------------------------------------------------------------------------
 
@@ -106,8 +110,8 @@ class Cuda:
     def on(self, device: int) -> Iterator[None]:
         """Makes a device the current one of this thread, and keeps the thread's calls out of captures of others."""
         mode, now = ctypes.c_int(_RELAXED), ctypes.c_int()
-        exchange = self._library.cudaThreadExchangeStreamCaptureMode
-        self._check(self._library.cudaGetDevice(ctypes.byref(now)))
+        exchange = self._quick.cudaThreadExchangeStreamCaptureMode
+        self._check(self._quick.cudaGetDevice(ctypes.byref(now)))
         self._check(exchange(ctypes.byref(mode)))
         try:
             if now.value == device:
@@ -172,18 +176,18 @@ class Cuda:
         self._check(self._library.cudaFree(pointer))
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Copies in the order of the stream."""
-        self._check(self._library.cudaMemcpyAsync(to, source, nbytes, _ANY_DIRECTION, stream))
+        """Copies from device memory to device memory, in the order of the stream."""
+        self._check(self._quick.cudaMemcpyAsync(to, source, nbytes, _ANY_DIRECTION, stream))
 
     def write(self, to: int, data: bytes, stream: int) -> None:
         """Copies from the host. The data may go when this returns: CUDA reads memory that is not pinned at once."""
         source = ctypes.create_string_buffer(data, len(data))
-        self.copy(to, ctypes.addressof(source), len(data), stream)
+        self._check(self._library.cudaMemcpyAsync(to, ctypes.addressof(source), len(data), _ANY_DIRECTION, stream))
 
     def read(self, source: int, nbytes: int, stream: int) -> bytes:
         """Copies to the host, and waits for it, as CUDA does with memory that is not pinned."""
         data = ctypes.create_string_buffer(nbytes)
-        self.copy(ctypes.addressof(data), source, nbytes, stream)
+        self._check(self._library.cudaMemcpyAsync(ctypes.addressof(data), source, nbytes, _ANY_DIRECTION, stream))
         return data.raw
 
     def export_memory(self, pointer: int) -> bytes:
@@ -210,13 +214,13 @@ class Cuda:
         return made.value or 0
 
     def record(self, event: int, stream: int) -> None:
-        self._check(self._library.cudaEventRecord(event, stream))
+        self._check(self._quick.cudaEventRecord(event, stream))
 
     def is_done(self, event: int) -> bool:
         """Whether what was recorded last has been reached; true before the first."""
-        code = self._library.cudaEventQuery(event)
+        code = self._quick.cudaEventQuery(event)
         if code == _NOT_READY:
-            self._library.cudaGetLastError()  # as in _check
+            self._quick.cudaGetLastError()  # as in _check
             return False
         self._check(code)
         return True

@@ -9,6 +9,7 @@ stream that waits for it would never end.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -244,6 +245,8 @@ class DeviceMappings:
                 if time.perf_counter() - began > _SPIN:
                     blocking(time.sleep, pause)
                     pause = min(2 * pause, _LONGEST_PAUSE)
+                else:
+                    os.sched_yield()  # and let go of the interpreter lock
         finally:
             with self._lock:
                 self.waits += 1
