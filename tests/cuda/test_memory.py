@@ -32,7 +32,9 @@ def all_figures() -> list[int]:
 
 
 @pytest.mark.parametrize(("nbytes", "count"), [(1024, 3000), (256 * MIB, 200)])
-def test_echoes_and_passes_leave_nothing(nbytes: int, count: int) -> None:
+def test_echoes_and_passes_leave_nothing(request: pytest.FixtureRequest, nbytes: int, count: int) -> None:
+    if "unix" not in request.node.name:
+        count //= 10  # through the host it takes long
     x = torch.ones(nbytes // 4, device="cuda", requires_grad=True)
 
     def step() -> None:
