@@ -21,9 +21,12 @@ _C = cast(Any, torch._C)
 BaseFuture = torch._C.Future
 
 # the engine and its nodes
-run_backward = cast(Any, torch.autograd.Variable)._execution_engine.run_backward
+Variable = cast(Any, torch.autograd.Variable)
+ImperativeEngine = _C._ImperativeEngine
+run_backward = Variable._execution_engine.run_backward
 current_graph_task_id = _C._current_graph_task_id
 bind_apply = _C._FunctionBase.__dict__["apply"].__get__
+is_batched = _C._functorch.is_batchedtensor
 is_any_autocast_enabled = _C._is_any_autocast_enabled
 
 # tensors

@@ -35,6 +35,8 @@ class Kind(IntEnum):
     HOLD = 9
     DROP = 10
     RETURN = 11
+    # Gradients outside of contexts: see gradients/plain.py.
+    FORGET = 12
 
 
 KIND_NAMES = {int(kind): kind.name.lower() for kind in Kind}
@@ -56,13 +58,15 @@ class Envelope(msgspec.Struct, array_like=True, omit_defaults=True):
     depth: int = 0  # how many calls enclose this one
     modes: Modes | None = None  # None: torch's defaults
     device_map: dict[str, str] | None = None  # sender's device -> receiver's
-    autograd: Autograd | None = None  # of a message that was sent in a context
+    autograd: Autograd | None = None  # of a message that was sent in a context, or has tensors that require grad
     profiling: Profiling | None = None  # what a profiled sender asks of the receiver
     creates: int = 0  # of a Call: the value that its result becomes, and stays there
     lent: tuple[Lent, ...] = ()  # the handles in the body
     dropped: tuple[tuple[int, int], ...] = ()  # as in Drop: any message can carry it
     placed: tuple[Placed, ...] = ()  # the tensors that lie in device memory: see transport/device.py
     lane: tuple[Offer | Answer, ...] = ()  # about device memory: any message can carry it
+    forgotten: tuple[int, ...] = ()  # as in Forget: any message can carry it
+    untracked: bool = False  # of a Call outside of contexts: tensors that require grad are leaves in it and its answer
 
 
 class Modes(msgspec.Struct, frozen=True, array_like=True):
@@ -108,9 +112,9 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Autograd(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """The history of the tensors in a message that was sent in a context."""
+    """The history of the tensors in a message."""
 
-    context: int
+    context: int  # that it was sent in; 0: none
     sent: tuple[LogEntry, ...] = ()  # its tensors that require grad, each with an id of its own
     entries: tuple[LogEntry, ...] = ()  # what the receiver may not know yet of all that is upstream of them
     during: int = 0  # the backward pass that gradients belong to, or in whose hooks a call was made
@@ -191,6 +195,12 @@ class Release(msgspec.Struct, frozen=True, array_like=True):
     """The context has ended. Answered with a Reply, when every worker behind the receiver knows it too."""
 
     context: int
+
+
+class Forget(msgspec.Struct, frozen=True, array_like=True):
+    """The Recvs of these tensors of the receiver's have died at the sender: no gradients will come for them."""
+
+    ids: tuple[int, ...]
 
 
 class Lent(msgspec.Struct, frozen=True, array_like=True):

@@ -60,6 +60,13 @@ class Options:
     """Refuses to send a tensor from a device that no map names, as torch does. Else it arrives on the device of the
     same name where the other worker has that, and on the CPU where not. The CPU needs no map."""
 
+    plain: bool = True
+    """Tensors that require grad are followed to other workers outside of contexts, too, and `loss.backward()` finds its
+    way back. Else they arrive as leaves there, as in torch. What a caller has set holds for its calls and their
+    answers."""
+    backward_timeout: float = 60.0
+    """How long `loss.backward()` waits with nothing left to do and no gradient coming; 0 means no limit."""
+
     spin: float = 300e-6
     """How long a thread that expects a message polls before it sleeps. Waking an idle core costs more
     than most messages; 0 never spins."""
@@ -67,7 +74,7 @@ class Options:
     """A thread that had nothing to do for this long ends (one always stays)."""
 
     def __post_init__(self) -> None:
-        for name in ("rpc_timeout", "init_timeout", "shutdown_timeout", "connect_timeout", "spin"):
+        for name in ("rpc_timeout", "init_timeout", "shutdown_timeout", "connect_timeout", "backward_timeout", "spin"):
             if getattr(self, name) < 0:
                 raise ValueError(f"Options.{name} is {getattr(self, name)}; it must not be negative")
         if self.tcp_host is not None and "tcp" not in self.transports:

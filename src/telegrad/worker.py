@@ -21,6 +21,7 @@ from typing import Any
 
 from .errors import HandedOverError, NotStartedError, PeerLostError, RendezvousError, TelegradError, text_of
 from .events import Events
+from .gradients import seam
 from .gradients.attach import Attach, refuse
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
@@ -88,7 +89,8 @@ class Worker:
         self._reader = Reader(
             member.name, self._lease, self._pending, self._threads, self.events, self._peers.name_of,
             receive=self.receive, on_expired=self._on_expired, on_lost=self.on_lost, on_marked=self.recorder.on_read,
-            merge=self.attach.merge, arrive=self.references.incoming, on_control=self._on_control,
+            merge=self.attach.merge, arrive=self.references.incoming, forget=self._on_forgotten,
+            on_control=self._on_control,
         )  # fmt: skip
         self._server = Server(self, self._codec, self._threads)
         self.calls = Calls(self, self._codec, self._peers, self._pending, self._reader, self._threads)
@@ -101,7 +103,7 @@ class Worker:
         self.post = self.calls.post
         self.decode_error = self.calls.error_of
         self.name_of = self._peers.name_of
-        self.engine = Engine(member, self.contexts, self)
+        self.engine = Engine(member, self.contexts, self, options.backward_timeout)
 
     @classmethod
     def start(
@@ -154,6 +156,8 @@ class Worker:
                 self.group.fail(self.member.rank, f"worker {self.name!r}: {type(error).__name__}: {text_of(error)}")
             raise
         device_maps.agree(self.group, self.member, self.options)
+        if self.options.plain and self.id >= 0:
+            seam.put(self.engine)
 
     def _refuse_call(self, message: Incoming) -> None:
         self.on_lost(message.connection, f"worker {self.name!r} only looks at the group, and takes no calls")
@@ -172,7 +176,9 @@ class Worker:
         self, connection: Connection, envelope: Envelope, body: Body, timeout: float | None,
         call: PendingCall | None = None, context: Context | None = None,
     ) -> None:  # fmt: skip
-        """Encodes a message and writes it. `call` waits for its answer; `context` is the one that it belongs to."""
+        """Encodes a message and writes it. `call` waits for its answer; `context` is the one that it belongs to, or
+        `contexts.plain` where tensors that require grad are to be followed outside of contexts."""
+        plain = self.contexts.plain
         if self.events.subscribers:
             envelope = self.recorder.mark(envelope, connection.peer)
             report(self.events, "send", "started", envelope, connection)
@@ -182,9 +188,13 @@ class Worker:
             else:
                 track = context is not None
                 packed = self._codec.pack(envelope, body, connection.peer, track=track, connection=connection)
+                if context is plain and not packed.tracked:
+                    context = None  # nothing is to be said
             if (lane := connection.device_lane) is not None:
                 envelope.placed, envelope.lane = tuple(packed.placed), lane.to_say()
-            if context is not None:
+            if context is plain:
+                self.attach.outgoing_plain(envelope, packed.tracked, connection.peer.id)
+            elif context is not None:
                 self.attach.outgoing(context, envelope, packed.tracked, connection, connection.peer.id)
                 if call is not None:
                     call.context = context.id
@@ -192,6 +202,8 @@ class Worker:
             if packed.handles or references.let_go_here or references.to_go_back:
                 entries = [handle.entry for handle in packed.handles] if packed.handles else ()
                 references.outgoing(envelope, entries, connection.peer.id)
+            if plain.dead or plain.to_forget:
+                envelope.forgotten = plain.outgoing(connection.peer.id)
             packed.header = encode_envelope(envelope)
             if self.events.subscribers:
                 report(self.events, "write", "started", envelope, connection, packed.nbytes)
@@ -211,6 +223,9 @@ class Worker:
                     self.attach.not_written(envelope)
                 if envelope.lent or envelope.dropped:
                     self.references.not_written(envelope, connection.peer.id)
+                if envelope.forgotten:
+                    plain.not_written(envelope.forgotten, connection.peer.id)
+                    envelope.forgotten = ()  # it may be sent again
                 if connection.device_lane is not None:
                     connection.device_lane.take_back(envelope.placed, envelope.lane)
                 if self._codec.unanswered:
@@ -269,9 +284,16 @@ class Worker:
         """A message between workers, and not between their users. While reading."""
         if self.id < 0:
             return None  # an observer has no part in contexts and references
+        if envelope.kind == Kind.FORGET:
+            body: Any = self._codec.open_control(envelope, frames)
+            return self.engine.on_forget(peer, body.ids)
         if envelope.kind >= Kind.HOLD:
             return self.references.on_message(peer, self._codec.open_control(envelope, frames))
         return self.engine.on_message(peer, envelope, frames)
+
+    def _on_forgotten(self, peer: int, ids: tuple[int, ...]) -> None:
+        if (task := self.engine.on_forget(peer, ids)) is not None:
+            self._threads.submit(task)
 
     def on_lost(self, connection: Connection, reason: str) -> None:
         """A connection has ended: whatever waits for its peer fails."""

@@ -134,7 +134,7 @@ def start_with(options: Options) -> Callable[..., Agent]:
             raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
         _check_name(name)
         _torch_options = rpc_backend_options
-        chosen = replace(options.with_those_of_torch(rpc_backend_options), strict_devices=True)
+        chosen = replace(options.with_those_of_torch(rpc_backend_options), strict_devices=True, plain=False)
         group = Group(store, world_size or None, options.init_timeout)
         worker = Worker.start(name, group, chosen, rank=rank)
         set_default_worker(worker)

@@ -14,12 +14,15 @@ from typing import Protocol
 import torch
 
 from .._torch import current_graph_task_id
-from ..errors import GradientError, UnknownContextError
+from ..errors import GradientError, ProtocolError, UnknownContextError
 from ..events import logger
-from ..messages import Autograd, Envelope, Hello, LogEntry
+from ..messages import COUNTER_BITS, Autograd, Envelope, Hello, LogEntry
 from ..primitives import current
 from .contexts import Context, Contexts, Sent
+from .local_graph import Graph
 from .nodes import make_recvs
+from .pasts import Member, Past, carried, ids_of, rebuilt
+from .plain import Undecoded
 
 
 class Link(Protocol):
@@ -33,6 +36,7 @@ class Attach:
         self._worker_id = worker_id
         self._contexts = contexts
         self._live = contexts.live
+        self._plain = contexts.plain
         self._new_id = new_id
 
     def outgoing(
@@ -68,8 +72,9 @@ class Attach:
                 id = envelope.id if place == 0 else self._new_id()
                 found = Sent(id, envelope.id, place, count, to, tensor, context.graph)
                 sent.append(found)
-                own.append(LogEntry(id, context.id, tuple(found.reach)))
-                depends_on += found.reach
+                reach = self._contexts.logged(context.id, found.reach) if found.reach else ()
+                own.append(LogEntry(id, context.id, reach))
+                depends_on += reach
         log.merge(own)
         for found in sent:
             context.sends[found.id] = found
@@ -83,13 +88,24 @@ class Attach:
             if entry.context != context.id and to != self._worker_id:
                 if (other := self._live.get(entry.context)) is not None:
                     other.known_workers.add(to)
-        if said is None:
-            during = current.pass_id.get() if current_graph_task_id() < 0 else current.current_pass_id()
-            envelope.autograd = Autograd(context.id, tuple(own), entries, during)
-        else:
-            envelope.autograd = Autograd(
-                context.id, tuple(own), entries, said.during, said.done, said.more, said.begin
-            )  # fmt: skip
+        envelope.autograd = _with_history(said, context.id, own, entries)
+
+    def outgoing_plain(self, envelope: Envelope, tensors: Sequence[torch.Tensor], to: int) -> None:
+        """Notes in the envelope of a message outside of contexts what it says of gradients."""
+        plain, graph = self._plain, Graph(self._plain.new_group, marks=True)
+        own: list[LogEntry] = []
+        depends_on: list[Member] = []
+        for place, tensor in enumerate(tensors):
+            id = envelope.id if place == 0 else self._new_id()
+            found = Sent(id, envelope.id, place, len(tensors), to, tensor, graph)
+            found.past = Past(id, tuple(found.reach))
+            own.append(LogEntry(id, 0, ids_of(found.reach)))
+            depends_on += found.reach
+            graph.sends += 1
+            plain.sends[id] = found
+        graph.leave_marks()
+        entries = carried(depends_on, to) if depends_on else ()
+        envelope.autograd = _with_history(envelope.autograd, 0, own, entries)
 
     def _check_outside(self, context: Context, tensors: Sequence[torch.Tensor]) -> None:
         """Refuses a message whose context has ended: tensors without their history would be leaves there, and gradients
@@ -104,7 +120,7 @@ class Attach:
         """Notes that a message was written: its receiver knows what it says. False if the context has ended meanwhile,
         and the receiver may not have been told."""
         autograd = envelope.autograd
-        if autograd is None:
+        if autograd is None or not autograd.context:
             return True
         if autograd.sent:
             self._contexts.log.written(connection, (*autograd.sent, *autograd.entries))
@@ -113,19 +129,22 @@ class Attach:
     def not_written(self, envelope: Envelope) -> None:
         """Forgets the Sends of a message that was not sent: no gradients will come for them."""
         autograd = envelope.autograd
-        if autograd is not None and (context := self._live.get(autograd.context)) is not None:
+        if autograd is not None and (context := self._contexts.of_message(autograd.context)) is not None:
             for entry in autograd.sent:
                 context.sends.pop(entry.id, None)
 
-    def merge(self, envelope: Envelope, connection: Link) -> None:
-        """Takes over what a message says. Never blocks, and runs no user code."""
+    def merge(self, envelope: Envelope, connection: Link) -> Undecoded | None:
+        """Takes over what a message says. Never blocks, and runs no user code. What is returned is to live as long as
+        the message."""
         autograd = envelope.autograd
         if autograd is None:
-            return
+            return None
+        if not autograd.context:
+            return self._arrived_plain(envelope.id, autograd, connection.peer.id) if autograd.sent else None
         context = self._live.get(autograd.context) or self._contexts.get_or_make(autograd.context)
         if context is None:
             logger.info("message %d came after the end of its context %d", envelope.id, autograd.context)
-            return
+            return None
         sender = connection.peer.id
         context.heard_from.add(sender)
         if autograd.sent:
@@ -138,6 +157,14 @@ class Attach:
                     other.heard_from.add(sender)
                 entries.append(entry)
             self._contexts.log.merge(entries, connection)
+        return None
+
+    def _arrived_plain(self, message: int, autograd: Autograd, sender: int) -> Undecoded:
+        ids = tuple([entry.id for entry in autograd.sent])
+        for id in ids:
+            if id >> COUNTER_BITS != sender or id in self._plain.received:
+                raise ProtocolError(f"message {message} of worker {sender} has a tensor {id}, which it has not sent")
+        return Undecoded(ids, self._plain)
 
     def context_of(self, envelope: Envelope) -> Context | None:
         """Returns the context that a message belongs to; a stand-in if it has ended."""
@@ -165,12 +192,37 @@ class Attach:
         sent = autograd.sent
         if len(sent) != len(tensors):
             raise GradientError(f"message {message} has {len(tensors)} tensors that require grad, not {len(sent)}")
+        if not autograd.context:
+            return self._recv_plain(message, autograd, came_from, tensors)
         received = make_recvs(message, sent, autograd.context, tensors, came_from)
         context = self._live.get(autograd.context)
         if context is not None:  # else backward() will say that it has ended
             for entry, tensor in zip(sent, received, strict=True):
                 context.received[entry.id] = tensor.grad_fn
         return received
+
+    def _recv_plain(
+        self, message: int, autograd: Autograd, came_from: dict[str, str] | None, tensors: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        plain, sent = self._plain, autograd.sent
+        found = rebuilt((*autograd.entries, *sent), plain.past_of)
+        received = make_recvs(message, sent, 0, tensors, came_from)
+        for entry, tensor in zip(sent, received, strict=True):
+            node, past = tensor.grad_fn, found[entry.id]
+            node.reach = frozenset((past,))  # type: ignore[union-attr]
+            plain.keep_track(entry.id, past, node)
+        plain.undecoded.discard(sent[0].id)  # from here on it is up to the Recvs
+        return received
+
+
+def _with_history(
+    said: Autograd | None, context_id: int, own: Sequence[LogEntry], entries: Sequence[LogEntry]
+) -> Autograd:
+    """Adds the history of a message's tensors to what gradients say of their pass."""
+    if said is None:
+        during = current.pass_id.get() if current_graph_task_id() < 0 else current.current_pass_id()
+        return Autograd(context_id, tuple(own), tuple(entries), during)
+    return Autograd(context_id, tuple(own), tuple(entries), said.during, said.done, said.more, said.begin)
 
 
 class NoHistoryError(GradientError):

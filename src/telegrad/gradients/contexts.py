@@ -9,89 +9,19 @@ from __future__ import annotations
 
 from _thread import RLock  # threading.RLock is Python code
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
-
-import msgspec
-import torch
 
 from ..errors import GradientError, UnknownContextError
-from ..messages import LogEntry, sender_of
-from ..options import SHARED_MEMORY_FROM
-from .dependency_log import Log
-from .diagnosis import PartState
-from .leaves import GradientTable
-from .local_graph import NOTHING, Edge, Graph, Node
-from .nodes import alias_of, make_send
+from ..messages import LogEntry
+from .context import Context as Context
+from .context import Sent as Sent
+from .dependency_log import Log, flatten_groups
+from .local_graph import Graph, Node, Reach
+from .pasts import Member, Past, ids_of
+from .plain import Plain, entries_of, make_plain
 
 _TOMBSTONES = 100_000
-
-
-class Sent:
-    """One tensor of a message, as the graph knows it. It keeps what is behind the tensor, but not its memory.
-
-    `stand_in` takes its place among the inputs of a Wait: a leaf itself, which stays what it is; for any other the
-    token of a Send, since the tensor may be changed in place and get another history.
-    """
-
-    __slots__ = (
-        "_alias", "_edge", "count", "device", "dtype", "graph", "id", "is_leaf", "is_small_leaf", "message", "place",
-        "reach", "shape", "stand_in", "to",
-    )  # fmt: skip
-
-    def __init__(
-        self, id: int, message: int, place: int, count: int, to: int, tensor: torch.Tensor, graph: Graph
-    ) -> None:
-        self.id = id
-        self.message = message
-        self.place = place  # among the tensors of the message that require grad
-        self.count = count  # of these
-        self.to = to  # the id of the worker that it was sent to
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.graph = graph
-        node = tensor.grad_fn
-        self.is_leaf = node is None
-        self.is_small_leaf = node is None and tensor.layout is torch.strided and tensor.nbytes < SHARED_MEMORY_FROM
-        self._edge: Edge | None = None if node is None else (node, tensor.output_nr)
-        self.stand_in = tensor if node is None else make_send(id, tensor)
-        self._alias = alias_of(tensor) if node is None else None  # see Note [leaves and threads]
-        self.reach = NOTHING if self._edge is None else graph.walk((self._edge,))
-
-    @property
-    def edge(self) -> Edge:
-        if self._edge is None:
-            behind: Any = make_send(self.id, self.stand_in) if self._alias is None else self._alias
-            self._edge = behind.grad_fn.next_functions[0]
-        return self._edge
-
-
-class Context(msgspec.Struct, eq=False, weakref=True):
-    """One context on one worker."""
-
-    id: int
-    graph: Graph  # as far as Sends lead to it
-    # Guards the graph and the gradients. Held while the graph is walked, so never by threads that read. Reentrant: a
-    # finaliser may run in it.
-    lock: Any = msgspec.field(default_factory=RLock)
-    # The operations on these are single, and atomic:
-    sends: dict[int, Sent] = msgspec.field(default_factory=dict)  # by id
-    received: dict[int, Node] = msgspec.field(default_factory=dict)  # Recv nodes, by the ids of their tensors
-    known_workers: set[int] = msgspec.field(default_factory=set)  # ids of the workers that it was sent to
-    heard_from: set[int] = msgspec.field(
-        default_factory=set
-    )  # ids of the workers that sent it here, and will tell of its end
-    gradients: GradientTable = msgspec.field(default_factory=GradientTable)
-    failed: PartState | None = None  # what the last pass awaited here, if it failed; numbers only
-
-    @property
-    def owner(self) -> int:
-        return sender_of(self.id)
-
-    def clear(self) -> None:
-        with self.lock:
-            self.sends.clear()
-            self.graph.clear()
 
 
 class Contexts:
@@ -99,6 +29,7 @@ class Contexts:
 
     def __init__(self, worker_id: int, new_id: Callable[[], int]) -> None:
         self._new_id = new_id
+        self.plain: Plain = make_plain(worker_id, new_id)
         self._lock = RLock()  # guards all below; held for a moment only
         self.live: dict[int, Context] = {}  # by id; single lookups go without the lock
         self.log = Log(self.live.__contains__)
@@ -114,6 +45,10 @@ class Contexts:
 
     def find(self, id: int) -> Context | None:
         return self.live.get(id)
+
+    def of_message(self, id: int) -> Context | None:
+        """Returns the context that a message names; for one outside of contexts what takes its place."""
+        return self.live.get(id) if id else self.plain
 
     def get(self, id: int) -> Context:
         """
@@ -142,10 +77,48 @@ class Contexts:
 
         return Context(id, Graph(partial(self._new_group, id)))
 
-    def _new_group(self, context_id: int, members: frozenset[int]) -> int:
+    def _new_group(self, context_id: int, members: Reach) -> int:
         group = -self._new_id()
-        self.log.merge([LogEntry(group, context_id, tuple(sorted(members)))])
+        self.log.merge([LogEntry(group, context_id, tuple(sorted(self.logged(context_id, members))))])
         return group
+
+    def logged(self, context_id: int, members: Reach) -> tuple[int, ...]:
+        """Returns the ids of what something in a context depends on. What was received outside of contexts is entered
+        into the log."""
+        ids = ids_of(members)
+        if pasts := [member for member in members if type(member) is Past]:
+            entries = entries_of(pasts, self.look_up)
+            self.log.merge([LogEntry(entry.id, context_id, entry.depends_on) for entry in entries])
+        return ids
+
+    def look_up(self, id: int) -> tuple[Sequence[Member], int] | None:
+        """Says what is known here of what a tensor or a group depends on, and its context (0: none); None: nothing."""
+        found = self.plain.depends_on(id)
+        if found is not None:
+            return found, 0
+        entry = self.log.get(id)
+        return None if entry is None else (entry.depends_on, entry.context)
+
+    def nodes_of(self, reach: Iterable[Member]) -> list[Node]:
+        """Returns the Recvs that something on this worker leads to."""
+        found: dict[int, Node] = {}
+        ids: list[int] = []
+        waiting, groups = list(reach), set()
+        while waiting:
+            member = waiting.pop()
+            if type(member) is int:
+                ids.append(member)
+            elif member.id < 0:  # type: ignore[union-attr]
+                if member not in groups:
+                    groups.add(member)
+                    waiting.extend(member.depends_on)  # type: ignore[union-attr]
+            elif (node := member.recv()) is not None:  # type: ignore[union-attr]
+                found[member.id] = node  # type: ignore[union-attr]
+        if any(id < 0 for id in ids):
+            ids = list(flatten_groups(ids, self.log.closure(ids)))
+        for id in ids:
+            found[id] = self.find_received(id)
+        return list(found.values())
 
     def was_released(self, id: int) -> bool:
         return id in self._released
@@ -171,6 +144,9 @@ class Contexts:
     def find_sent_anywhere(self, id: int) -> Sent | None:
         """Returns a tensor that this worker has sent in any context; None if there is none, or its context has ended.
         The first tensor of a message has the message's id."""
+        found = self.plain.sends.get(id)
+        if found is not None:
+            return found
         return next((sent for context in self.all() if (sent := context.sends.get(id)) is not None), None)
 
     def find_received(self, id: int) -> Node:
@@ -179,7 +155,7 @@ class Contexts:
         Raises:
             GradientError: there is none of that id.
         """
-        for context in self.all():
+        for context in (self.plain, *self.all()):
             if (node := context.received.get(id)) is not None:
                 return node
         raise GradientError(f"Could not find recv function for autograd message id: {id}")

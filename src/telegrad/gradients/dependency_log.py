@@ -85,6 +85,11 @@ class Log:
                         waiting.append(id)
         return found
 
+    def get(self, id: int) -> LogEntry | None:
+        """Returns the entry of a tensor or a group; None if that is not known."""
+        logged = self._entries.get(id)
+        return None if logged is None else logged.entry
+
     def written(self, connection: object, entries: Iterable[LogEntry]) -> None:
         """Notes that entries were written to a connection: later messages need not carry them.
 

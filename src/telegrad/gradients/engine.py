@@ -29,12 +29,23 @@ from ..errors import (
 from ..events import logger
 from ..messages import COUNTER_BITS, Begin, Done, End, Envelope, Failure, Kind, Member, Release, sender_of
 from ..primitives import clock, current
-from ..primitives.interrupts import critical, deferred, deliver, getsignal, guard, interruptible, on_signal
+from ..primitives.interrupts import (
+    critical,
+    deferred,
+    deliver,
+    getsignal,
+    guard,
+    in_finaliser,
+    interruptible,
+    on_signal,
+)
+from . import seam
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, RootInstruction
-from .contexts import Contexts
+from .contexts import Context, Contexts
 from .engine_call import LatePassError
 from .host import Host, Task, tell
 from .leaves import GradientTable
+from .local_graph import Graph
 from .local_pass import LocalPass, Roots
 from .outbox import Gradient, Outbox
 from .participant import Parts
@@ -48,14 +59,16 @@ Result = TypeVar("Result")
 class Engine:
     """Gradients on one worker."""
 
-    def __init__(self, member: Member, contexts: Contexts, host: Host) -> None:
+    def __init__(self, member: Member, contexts: Contexts, host: Host, backward_timeout: float = 60.0) -> None:
         self.host = host
+        self._backward_timeout = backward_timeout
         self._id = member.id
         self._name = member.name
         self._contexts = contexts
         self._roots: dict[int, RootedPass] = {}  # by id; its single operations are atomic
         self.parts = Parts(member, contexts, host, self._on_report_here)
-        self._planner = Planner(member.id, contexts, host.name_of)
+        self._planner = Planner(member.id, contexts, host)
+        contexts.plain.start(host)
 
     # -- what users call -------------------------------------------------------------------------------
 
@@ -102,12 +115,13 @@ class Engine:
 
     def statistics(self) -> dict[str, int]:
         contexts = self._contexts.all()
+        plain = self._contexts.plain
         return {
             "contexts": len(contexts),
             "passes": len(self.parts),
             "passes_begun_here": len(self._roots),
-            "sends": sum(len(c.sends) for c in contexts),
-            "received": sum(len(c.received) for c in contexts),
+            "sends": len(plain.sends) + sum(len(c.sends) for c in contexts),
+            "received": len(plain.received) + sum(len(c.received) for c in contexts),
             "gradients": sum(len(c.gradients) for c in contexts),
             "log_entries": len(self._contexts.log),
         }
@@ -125,14 +139,20 @@ class Engine:
         given: Sequence[Gradient] | None,
         inputs: Sequence[torch.Tensor] | None,
         options: tuple[float | None, bool, bool, bool],
+        *,
+        accumulates: bool = False,
+        patience: float | None = None,
     ) -> tuple[Gradient, ...]:
         """Plans a backward pass and runs it to its end on every worker.
 
         Args:
+            context_id: 0: outside of contexts. Then the roots and inputs may be edges, and all gradients are given.
             given: the gradients of the tensors; ones by default.
             inputs: tensors of this worker, whose gradients are returned; nothing else is computed or kept. None: all
                 leaves get their gradients.
             options: timeout in seconds (None: no limit), retain_graph, create_graph, into_grad. See Begin.
+            accumulates: the gradients of the inputs go to `.grad` instead.
+            patience: how many seconds this worker waits at a time; None: no limit.
         """
         thread = current.thread
         before = thread.critical
@@ -141,24 +161,36 @@ class Engine:
         try:
             if thread.is_main and getsignal(SIGINT) is not on_signal:
                 guard()
-            context = self._contexts.live.get(context_id) or self._contexts.get(context_id)
-            edges, starts, gradients = checked_roots(tensors, given)
-            with context.lock:
-                reach, leaves, checkpoints = context.graph.walk_once(edges)
+            context: Context
+            gradients: Sequence[Gradient]
+            leaves: Sequence[Any]
+            checkpoints: Sequence[Any]
+            if context_id:
+                context = self._contexts.live.get(context_id) or self._contexts.get(context_id)
+                edges, starts, gradients = checked_roots(tensors, given)
+                with context.lock:
+                    reach, leaves, checkpoints = context.graph.walk_once(edges)
+            else:  # torch has checked the roots, and its own accumulation runs here
+                context, starts, gradients = self._contexts.plain, tensors, given or ()
+                edges = [edge_of(tensor) for tensor in tensors]
+                graph = Graph(self._contexts.plain.new_group, marks=True)
+                reach, _, _ = graph.walk_once(edges)
+                leaves = checkpoints = ()
             if inputs is None:
                 plan = self._planner.plan(context, reach, edges)
                 roots = Roots(starts, gradients, leaves, checkpoints, reach)
             else:
                 plan = self._planner.plan_for(context, reach, edges, {edge_of(tensor) for tensor in inputs})
-                roots = Roots(starts, gradients, inputs=tuple(inputs))
+                roots = Roots(starts, gradients, inputs=tuple(inputs), accumulates=accumulates)
             pass_id, modes = self.host.new_message_id(), current_modes()
             sends, wanted = plan.sends, plan.wanted
             own = None if wanted is None else wanted.get(self._id, ())
             begin = Begin(pass_id, context.id, sends.get(self._id, ()), *options, own, modes)
             root = RootedPass(begin, BackwardPass(self._id, sends))
+            root.limit = patience or begin.timeout
             now = clock.now()
             local = LocalPass(pass_id, Part(is_root=True), now)
-            local.context, local.begin, local.roots = context, begin, roots
+            local.context, local.begin, local.roots, local.patience = context, begin, roots, patience
             local.deadline = None if begin.timeout is None else now + begin.timeout
             local.depth = serving.depth + 1 if (serving := current.current_serving()) else 1
             for worker in root.state.others:
@@ -200,7 +232,7 @@ class Engine:
                 local.on_own_thread = True
                 self.parts.carry_out(local, instructions)
             if not root.waiter.done:
-                self.host.wait(root.waiter, others[0] if others else self._id, local.deadline, turn)
+                self.host.wait(root.waiter, others[0] if others else self._id, local.wait_until(), turn)
             if not root.waiter.done:
                 self._on(root, root.state.on_failure, late_error(root, self.host))
             self._finish(root)
@@ -258,6 +290,35 @@ class Engine:
             if left:
                 self.host.submit(partial(self._tell_end, pass_id, left, aborted))
             raise
+
+    def backward_plain(
+        self,
+        roots: Sequence[Any],
+        given: Sequence[Gradient],
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[Any] | None,
+        accumulates: bool,
+    ) -> tuple[Gradient, ...]:
+        """Runs a pass that torch's own backward() or grad() has begun: see seam.py."""
+        if current.thread.critical:
+            raise in_finaliser("backward()")
+        serving = current.current_serving()
+        deadline = serving.deadline if serving is not None else None
+        left = None if deadline is None else max(0.0, deadline - clock.now())
+        options = (left, retain_graph, create_graph, True)
+        return self.backward(
+            0, roots, given, inputs, options, accumulates=accumulates, patience=self._backward_timeout or None
+        )
+
+    @property
+    def has_received(self) -> bool:
+        """Whether a tensor that was received outside of contexts is alive, or was a moment ago."""
+        return bool(self._contexts.plain.received)
+
+    def owns(self, recv: Any) -> bool:
+        """Whether this worker has received a tensor, by its Recv."""
+        return self._contexts.plain.received.get(recv.id) is recv
 
     # -- messages --------------------------------------------------------------------------------------
 
@@ -328,6 +389,13 @@ class Engine:
 
     # -- ends ------------------------------------------------------------------------------------------
 
+    def on_forget(self, peer: int, ids: Sequence[int]) -> Task | None:
+        """Takes the word of a worker that Recvs have died there. While reading: the task frees what was behind them."""
+        task, wrong = self._contexts.plain.forget_sent(peer, ids)
+        if wrong:
+            self.parts.disbelieve(peer, f"that it has forgotten {len(wrong)} tensors, which it was not sent")
+        return task
+
     def release(self, context_id: int, *, told_by: int | None = None, tell_others: bool = True) -> set[int]:
         """Ends a context here, and tells the workers that it was sent to. Returns them: without `tell_others`, that is
         left to the caller."""
@@ -374,12 +442,15 @@ class Engine:
         self.parts.on_lost(peer, name, lost)
         for context in self._contexts.of_owner(peer):
             self.release(context.id, told_by=peer)
+        if (task := self._contexts.plain.on_lost(peer)) is not None:
+            self.host.submit(task)
 
     def tick(self) -> None:
         self.parts.end_early_ones()
 
     def close(self) -> None:
         """Ends everything: this worker shuts down."""
+        seam.remove(self)
         self.parts.close()
         ended = NotStartedError(f"worker {self._name!r} was shut down during a backward pass")
         for root in list(self._roots.values()):  # also those whose own part is not in the table yet
@@ -387,3 +458,4 @@ class Engine:
         self._end(self.parts.all(), ended)
         for context in self._contexts.all():
             self._contexts.take_out(context.id)
+        self._contexts.plain.close()

@@ -19,13 +19,13 @@ from ..primitives.waiter import Waiter
 from . import devices, nodes
 from .checkpoints import watch_checkpoint
 from .contexts import Contexts, Sent
-from .dependency_log import flatten_groups
 from .holding import free_references, is_large, references
 from .host import Host
 from .leaves import Capture
-from .local_graph import Node
+from .local_graph import Graph, Node
 from .local_pass import LocalPass
 from .outbox import Gradient, Poster
+from .pasts import Member
 
 _DEVICE_POLL = 1e-3  # seconds
 _ONE = torch.ones(())  # the gradient of tokens
@@ -134,8 +134,12 @@ class EngineCall:
         return leaves
 
     def _run_for_leaves(self, starts: list[Any], gradients: list[Any], leaves: dict[Node, None]) -> None:
-        """Gathers the gradients of all leaves that the engine comes to."""
+        """Gathers the gradients of all leaves that the engine comes to; where a plain backward() was called they go to
+        `.grad`, as they always do."""
         local, context = self._local, self._context
+        if not context.id and local.part.is_root:
+            self._run_engine(starts, gradients, (), accumulate=True)
+            return
         for node in local.roots.leaves:
             leaves[node] = None
         checkpoints = list(local.roots.checkpoints)
@@ -147,6 +151,12 @@ class EngineCall:
                 for node in graph.leaves:
                     leaves[node] = None
                 checkpoints += graph.checkpoints
+        if cut := [sent.edge for sent in local.sent.values() if not sent.graph.is_complete]:
+            whole = Graph(lambda members: -1)
+            whole.walk(cut)
+            leaves.update(dict.fromkeys(whole.leaves))
+            checkpoints += whole.checkpoints
+            whole.clear()
         if self._begin.create_graph:
             _use_up_warning()
         if not leaves and not checkpoints:
@@ -167,8 +177,9 @@ class EngineCall:
         """Computes only what leads to the inputs of grad(), or to a Recv that it wants."""
         inputs = self._local.roots.inputs or ()
         anchors = [node.next_functions[0][0].variable for node in (_BEACON.grad_fn, *self._received())]
-        found = self._run_engine(starts, gradients, (*inputs, *anchors), accumulate=False)
-        self._local.results = tuple(found[: len(inputs)])
+        accumulates = self._local.roots.accumulates
+        found = self._run_engine(starts, gradients, (*inputs, *anchors), accumulate=accumulates)
+        self._local.results = () if accumulates else tuple(found[: len(inputs)])
 
     def _run_engine(self, starts: list[Any], gradients: list[Any], inputs: tuple[Any, ...], accumulate: bool) -> Any:
         begin = self._begin
@@ -181,19 +192,19 @@ class EngineCall:
     def _received(self) -> list[Node]:
         """Returns the Recvs that the pass comes to on this worker."""
         local = self._local
+        members: set[Member]
         if self._begin.wanted is not None:
-            ids = set(self._begin.wanted)
+            members = set(self._begin.wanted)
         else:
-            ids = set(local.roots.reach)
+            members = set(local.roots.reach)
             for sent in local.sent.values():
-                ids |= sent.reach
-            for id in ids:
-                if id < 0:
-                    ids = flatten_groups(ids, self._contexts.log.closure(ids))
-                    break
+                members |= sent.reach
         received, found = self._context.received, []
-        for id in ids:
-            found.append(received.get(id) or self._contexts.find_received(id))
+        for member in members:
+            node = received.get(member) if type(member) is int else None
+            if node is None:  # a group, or received elsewhere than in this context
+                return self._contexts.nodes_of(members)
+            found.append(node)
         return found
 
     def _count_due(self) -> dict[int, int]:
@@ -233,9 +244,9 @@ class EngineCall:
                 self._waits = True
                 try:
                     if self.has_devices:
-                        self._wait_beside_devices(waiter, local.messages[message].to)
+                        self._wait_beside_devices(waiter, local.messages[message].to, local.wait_until())
                     else:
-                        self._host.wait(waiter, local.messages[message].to, local.deadline, local.turn)
+                        self._host.wait(waiter, local.messages[message].to, local.wait_until(), local.turn)
                 finally:
                     self._waits = False
             if local.interrupted or message not in local.part.arrived:
@@ -243,25 +254,25 @@ class EngineCall:
         if local.interrupted:
             self._check(messages[0])
 
-    def _wait_beside_devices(self, waiter: Waiter, peer: int) -> None:
+    def _wait_beside_devices(self, waiter: Waiter, peer: int, deadline: float | None) -> None:
         """Waits; and lets CPU nodes run that became ready by a device's work, and would stand behind this Wait."""
         local = self._local
         while not waiter.done:
             now = clock.now()
-            if local.deadline is not None and now >= local.deadline:
+            if deadline is not None and now >= deadline:
                 return
             self._host.wait(waiter, peer, now + _DEVICE_POLL, local.turn)
             if waiter.done:
                 return
             if self._mixes_devices is None:
-                edges = [tensor.grad_fn for tensor in local.roots.tensors]
+                edges = [root.grad_fn if hasattr(root, "grad_fn") else root.node for root in local.roots.tensors]
                 self._mixes_devices = devices.mixes_devices(
                     [*edges, *(sent.edge[0] for sent in local.sent.values() if not sent.is_leaf)]
                 )
             if self._mixes_devices:
                 devices.pump()
             else:
-                self._host.wait(waiter, peer, local.deadline, local.turn)
+                self._host.wait(waiter, peer, deadline, local.turn)
 
     def _check(self, message: int) -> None:
         if self._local.interrupted:

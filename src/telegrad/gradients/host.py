@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from ..errors import HandedOverError, TelegradError
 from ..events import Events, logger
-from ..messages import Done, End, Envelope, Failure, Kind, Release
+from ..messages import Done, End, Envelope, Failure, Forget, Kind, Release
 from ..primitives.waiter import Waiter
-from .contexts import Context
+from .context import Context
 
 Task = Callable[[], Any]
 
@@ -46,7 +46,7 @@ class Host(Protocol):
     def open_control(self, envelope: Envelope, frames: Any) -> Any: ...
 
 
-def tell(host: Host, worker: int, kind: Kind, body: Done | End | Release, timeout: float | None = 1.0) -> None:
+def tell(host: Host, worker: int, kind: Kind, body: Done | End | Release | Forget, timeout: float | None = 1.0) -> None:
     """Sends a one-way message. A lost peer is ignored; after a write timeout the send goes on in the background."""
     try:
         host.post(worker, Envelope(kind, host.new_message_id()), body, timeout, None)

@@ -15,23 +15,36 @@ from typing import Any
 import msgspec
 
 from .nodes import AccumulateGrad, CheckpointNode, RecvNode
+from .pasts import Member
 
 Node = Any  # torch.autograd.graph.Node, but with what its kinds have besides
 Edge = tuple[Node, int]  # a node, and which of its inputs
-Reach = frozenset[int]  # ids of received tensors, and of groups of them
+Reach = frozenset[Member]  # received tensors, and groups of them
 
 NOTHING: Reach = frozenset()
 _FEW = 8
+
+# Note [marks]
+# Outside of contexts there is no place for what walks have found that would go when it should: it would keep the graph,
+# or be gone while another Send could use it. So it is kept on the nodes themselves. On some of them, since that is slow:
+# those whose sequence numbers a hash picks out, one in sixteen on average, whatever the distance between the numbers.
+_REACH = "telegrad"  # where a mark is, in the metadata of its node
+_HASH, _BITS, _PICKED = 2654435761, (1 << 32) - 1, 1 << 28
+_UNMARKED = 64  # nodes; a walk that came to fewer leaves no marks
+_DEEP = 4096  # nodes; torch may free a longer chain by recursion
 
 
 class Graph(msgspec.Struct, eq=False):
     """The findings of all walks so far. `new_group` gives a group its id."""
 
-    new_group: Callable[[Reach], int]
+    new_group: Callable[[Reach], Member]
     # Where an edge leads nowhere, torch has None for the node. (partial is no Python code.)
     known: dict[Node, Reach] = msgspec.field(default_factory=partial(dict, ((None, NOTHING),)))
     leaves: list[Node] = msgspec.field(default_factory=list)  # AccumulateGrad nodes
     checkpoints: list[Node] = msgspec.field(default_factory=list)  # reentrant ones, which run an engine call of theirs
+    marks: bool = False  # see Note [marks]
+    is_complete: bool = True  # no walk has ended at a mark: all leaves and checkpoints are here
+    sends: int = 0  # outside of contexts: those that still need this
 
     def walk(self, starts: Iterable[Edge]) -> Reach:
         """Returns what the edges lead to together."""
@@ -51,31 +64,47 @@ class Graph(msgspec.Struct, eq=False):
         new = self.leaves[leaves:], self.checkpoints[checkpoints:]
         del self.leaves[leaves:], self.checkpoints[checkpoints:]
         while len(known) > nodes:
-            known.popitem()  # in this order: see clear()
+            known.popitem()  # in this order: see _forget()
         return reach, *new
 
+    def leave_marks(self) -> None:
+        """Leaves what was found on nodes, and keeps no more of it than is needed."""
+        known = self.known
+        if len(known) > _UNMARKED:
+            for node, reach in known.items():
+                if node is not None and (node._sequence_nr() * _HASH & _BITS) < _PICKED:
+                    kind = node.__class__
+                    if kind is not RecvNode and kind is not AccumulateGrad:
+                        node.metadata[_REACH] = reach
+        if len(known) < _DEEP:
+            self._forget()
+
     def clear(self) -> None:
+        self._forget()
+        self.leaves.clear()
+        self.checkpoints.clear()
+
+    def _forget(self) -> None:
         # What was found last goes first. The other way round torch would free a deep graph by recursion, and overflow
         # the stack.
         known = self.known
         while len(known) > 1:
             known.popitem()
-        self.leaves.clear()
-        self.checkpoints.clear()
 
     def _visit(self, node: Node) -> Reach:
         """Finds what a node leads to, and all nodes behind it."""
         kind = node.__class__
         if kind is AccumulateGrad or kind is RecvNode:
             if kind is RecvNode:
-                reach = self.known[node] = frozenset((node.id,))
-                return reach
+                self.known[node] = node.reach
+                return self.known[node]
             self.leaves.append(node)
             self.known[node] = NOTHING
             return NOTHING
         # Depth first, with a path of our own: graphs are deeper than Python's stack. This loop is hot: down as long as
         # there is something unknown, then up as long as there is not.
-        known = self.known
+        known, marks = self.known, self.marks
+        found: Reach | None
         path: list[Node] = []
         edges: list[Any] = []  # of the nodes on the path
         while True:
@@ -89,12 +118,17 @@ class Graph(msgspec.Struct, eq=False):
                     if found is None:
                         kind = next.__class__
                         if kind is RecvNode:
-                            found = frozenset((next.id,))
+                            found = next.reach
                         elif kind is AccumulateGrad:
                             self.leaves.append(next)
                             found = NOTHING
                         else:
-                            break
+                            if not marks or (next._sequence_nr() * _HASH & _BITS) >= _PICKED:
+                                break
+                            found = next.metadata.get(_REACH)
+                            if found is None:
+                                break
+                            self.is_complete = False
                         known[next] = found
                     if found is not reach:
                         reach = self._union(reach, found) if reach else found
@@ -145,3 +179,23 @@ def find_received(starts: Iterable[Edge], id: int) -> Node | None:
     found = next((node for node in graph.known if type(node) is RecvNode and node.id == id), None)  # type: ignore[attr-defined]
     graph.clear()
     return found
+
+
+def find_any_received(starts: Iterable[Edge]) -> Node | None:
+    """Returns a Recv that the edges lead to; None if there is none. This loop is hot: it looks at all of a graph that
+    has none, before each backward() of it."""
+    waiting = [node for node, _ in starts]
+    seen = {None, *waiting}
+    for node in waiting:
+        if node.__class__ is RecvNode:
+            return node
+    while waiting:
+        for next, _ in waiting.pop().next_functions:
+            if next not in seen:
+                kind = next.__class__
+                if kind is RecvNode:
+                    return next
+                seen.add(next)
+                if kind is not AccumulateGrad:
+                    waiting.append(next)
+    return None

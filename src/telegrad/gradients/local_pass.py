@@ -11,10 +11,10 @@ from itertools import islice
 from typing import Any
 
 import msgspec
-import torch
 
 from ..errors import GradientError
 from ..messages import Begin, Envelope
+from ..primitives import clock
 from ..primitives.waiter import Waiter
 from .backward_pass import Part, PartInstruction, State
 from .contexts import Context, Contexts, Sent
@@ -27,12 +27,13 @@ from .outbox import Gradient, Outbox
 class Roots(msgspec.Struct, eq=False, frozen=True):
     """The engine's starts at the worker that called backward() or grad()."""
 
-    tensors: Sequence[torch.Tensor] = ()
-    gradients: Sequence[torch.Tensor] = ()
+    tensors: Sequence[Any] = ()  # or edges
+    gradients: Sequence[Gradient] = ()
     leaves: Sequence[Node] = ()  # that they lead to, and no Send does
     checkpoints: Sequence[Node] = ()
     reach: Reach = NOTHING
-    inputs: Sequence[torch.Tensor] | None = None  # of grad(): what to return the gradients of
+    inputs: Sequence[Any] | None = None  # of grad(): what to return the gradients of
+    accumulates: bool = False  # these go to `.grad` instead
 
 
 _NO_ROOTS = Roots()
@@ -66,6 +67,7 @@ class LocalPass(msgspec.Struct, eq=False):
     messages: dict[int, Sent] = msgspec.field(default_factory=dict)  # one of these for each message
     roots: Roots = _NO_ROOTS
     deadline: float | None = None
+    patience: float | None = None  # seconds that the root waits at a time
     depth: int = 1
     on_own_thread: bool = False  # on the thread that has called backward(), whose modes hold already
     turn: Any = None  # of that thread with the read lease
@@ -91,6 +93,13 @@ class LocalPass(msgspec.Struct, eq=False):
         with self.lock:
             self.sent, self.messages = all_sent, messages
             return self.part.on_begin(messages)
+
+    def wait_until(self) -> float | None:
+        """Says until when to wait that begins now."""
+        if self.patience is None:
+            return self.deadline
+        until = clock.now() + self.patience
+        return until if self.deadline is None else min(until, self.deadline)
 
     def interrupt(self, worker_id: int, reason: str) -> None:
         """Ends the engine's waiting."""

@@ -136,6 +136,7 @@ class Recv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, id: int, message: int, place: int, context: int, tensors: Any) -> Any:
         ctx.id = id
+        ctx.reach = frozenset((id,))  # what a walk finds here; outside of contexts its Past
         ctx.message = message
         ctx.place = place  # among the tensors of the message that require grad
         ctx.count = len(tensors)  # of these
@@ -151,6 +152,10 @@ class Recv(torch.autograd.Function):
                 f"a backward pass reached a tensor received from another worker (message {ctx.message}, context "
                 f"{ctx.context}) and cannot go on there. Use telegrad.autograd.backward(context_id, [loss]) instead of "
                 "loss.backward(), or detach() what was received"
+                if ctx.context
+                else f"a backward pass reached a tensor received from another worker (message {ctx.message}) and cannot "
+                "go on there: it was begun by C++ code, or on a worker with Options(plain=False), or that has shut "
+                "down. Begin it with loss.backward() or torch.autograd.grad(), or detach() what was received"
             )
         call.post(ctx, gradient)
         return None, None, None, None, None, None

@@ -79,7 +79,7 @@ class Parts:
             if self._closed:
                 raise NotStartedError(f"worker {self._name!r} has shut down")
             self.passes[local.pass_id] = local
-        if local.context.id not in self._contexts.live:
+        if self._contexts.of_message(local.context.id) is None:
             # It has ended since. From here on its end would end the pass.
             with self._lock:
                 self.passes.pop(local.pass_id, None)
@@ -89,7 +89,7 @@ class Parts:
 
     def on_begin(self, begin: Begin, depth: int) -> Task | None:
         root_id = begin.pass_id >> COUNTER_BITS
-        context = self._contexts.live.get(begin.context) or self._contexts.get_or_make(begin.context)
+        context = self._contexts.of_message(begin.context) or self._contexts.get_or_make(begin.context)
         local = None if context is None else self._find_or_make(begin.pass_id)
         if local is None or context is None:
             what = f"the begin of pass {begin.pass_id} came after the end of it or its context"
@@ -116,7 +116,7 @@ class Parts:
         if autograd is None:
             self.disbelieve(peer, f"gradients of message {envelope.reply_to}, of no pass")
             return None
-        pass_id, context = autograd.during, self._contexts.live.get(autograd.context)
+        pass_id, context = autograd.during, self._contexts.of_message(autograd.context)
         messages = (envelope.reply_to, *autograd.more)
         is_over = pass_id in self._over or context is None
         for message in () if is_over else messages:
@@ -331,7 +331,7 @@ class Parts:
 
     def state_of(self, context_id: int, pass_id: int) -> PartState | None:
         """Says how far a pass is here, or was when it failed; None if nothing is known of it."""
-        local, context = self.passes.get(pass_id), self._contexts.find(context_id)
+        local, context = self.passes.get(pass_id), self._contexts.of_message(context_id)
         if local is not None:
             return local.describe(self._id)
         failed = None if context is None else context.failed
@@ -340,7 +340,7 @@ class Parts:
     def states_of(self, context_id: int) -> list[PartState]:
         """Says how far the passes of a context are here: those that run; with none, the last one if it has failed."""
         states = [local.describe(self._id) for local in self.of_context(context_id)]
-        context = self._contexts.find(context_id)
+        context = self._contexts.of_message(context_id)
         if not states and context is not None and context.failed is not None:
             states.append(context.failed)
         return states

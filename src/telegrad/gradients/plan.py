@@ -6,17 +6,24 @@ edges  -> the Recvs that they lead to (local_graph.py) -> the closure over depen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 import torch
+from torch.autograd.graph import GradientEdge
 
 from ..errors import GradientError, UnknownContextError
 from ..messages import COUNTER_BITS, LogEntry, sender_of
+from ..primitives import current
 from .contexts import Context, Contexts
 from .dependency_log import MissingEntryError, flatten_groups, useful
+from .host import Host
 from .local_graph import Edge, Node, find_received, leads_to
+from .pasts import Member, ids_of
+from .plain import entries_of
+
+_ASKING = 60.0  # seconds in which others tell what this worker does not know
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -30,19 +37,19 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Planner:
-    def __init__(self, worker_id: int, contexts: Contexts, name_of: Callable[[int], str]) -> None:
+    def __init__(self, worker_id: int, contexts: Contexts, host: Host) -> None:
         self._id = worker_id
         self._contexts = contexts
-        self._name_of = name_of
+        self._host = host
 
-    def plan(self, context: Context, received: Iterable[int], edges: Sequence[Edge]) -> Plan:
+    def plan(self, context: Context, received: Iterable[Member], edges: Sequence[Edge]) -> Plan:
         """Plans a pass over everything that the edges lead to, through these received tensors."""
         if not received:
             return _NO_ONE
         sends: dict[int, Any] = {}
         apart: set[int] = set()
         own, here = self._id, context.received
-        for id in self._closure(received, edges):
+        for id in self._closure(context, received, edges):
             if id > 0:  # else it is a group
                 worker = id >> COUNTER_BITS
                 if worker in sends:
@@ -55,9 +62,9 @@ class Planner:
             sends[worker] = tuple(sorted(ids))
         return Plan(sends, frozenset(apart))
 
-    def plan_for(self, context: Context, received: Iterable[int], edges: Sequence[Edge], targets: set[Edge]) -> Plan:
+    def plan_for(self, context: Context, received: Iterable[Member], edges: Sequence[Edge], targets: set[Edge]) -> Plan:
         """Plans a pass over what leads from the edges to the targets, which are this worker's."""
-        entries = self._closure(received, edges)
+        entries = self._closure(context, received, edges)
         known: dict[Node, bool] = {}
 
         def is_source(id: int) -> bool:
@@ -67,7 +74,7 @@ class Planner:
             return edge in targets or leads_to(edge[0], targets, known)
 
         reached = {id for id in useful(entries, is_source) if id > 0}
-        wanted: dict[int, set[int]] = {self._id: flatten_groups(received, entries) & reached}
+        wanted: dict[int, set[int]] = {self._id: flatten_groups(ids_of(received), entries) & reached}
         for id in reached:
             wanted.setdefault(id >> COUNTER_BITS, set()).update(
                 flatten_groups(entries[id].depends_on, entries) & reached
@@ -81,24 +88,85 @@ class Planner:
             {worker: tuple(sorted(ids)) for worker, ids in wanted.items()},
         )
 
-    def _closure(self, received: Iterable[int], edges: Sequence[Edge]) -> dict[int, LogEntry]:
+    def _closure(self, context: Context, received: Iterable[Member], edges: Sequence[Edge]) -> dict[int, LogEntry]:
         try:
-            return self._contexts.log.closure(received)
+            if context.id and all(type(member) is int for member in received):
+                return self._contexts.log.closure(received)  # type: ignore[arg-type]
+        except MissingEntryError:
+            pass  # it has ended; or something upstream was sent outside of contexts, and is not known here
+        try:
+            found = self._ask_for_closure(received)
+            for entry in found.values() if not context.id else ():
+                if entry.context:
+                    raise GradientError(
+                        f"the roots depend on tensors that were sent in context {entry.context}, whose gradients are "
+                        "kept apart from `.grad`. Use telegrad.autograd.backward(context_id, [loss]) instead of "
+                        "loss.backward(), before the context ends; or detach() what was received in it"
+                    )
+            return found
         except MissingEntryError as missing:
             node = find_received(edges, missing.id)
+            sender = self._host.name_of(sender_of(abs(missing.id)))
+            if not context.id and (node is None or not node.context):
+                raise GradientError(
+                    f"the roots depend on a tensor that worker {sender!r} has sent, of whose graph it has nothing any "
+                    "more: it is gone, or was shut down, or the tensor's receiver is gone. Compute the roots anew"
+                ) from None
             of = f"context {node.context}" if node is not None else "the context of a tensor"
-            sender = self._name_of(sender_of(abs(missing.id)))
             raise UnknownContextError(
                 f"the roots depend on tensors received from worker {sender!r} in {of}, which has ended. Run backward() "
                 "before it ends, or detach() what is kept from it"
             ) from None
 
+    def _ask_for_closure(self, starts: Iterable[Member]) -> dict[int, LogEntry]:
+        """Returns all that is upstream of these, them included, by id. What is not known here the workers are asked for
+        that have made it: see pasts.py.
+
+        Raises:
+            MissingEntryError: for one that is known nowhere.
+        """
+        found: dict[int, LogEntry] = {}
+        told: dict[int, tuple[Sequence[Member], int]] = {}
+        waiting = list(starts)
+        while True:
+            unknown: set[int] = set()
+            while waiting:
+                member = waiting.pop()
+                known: tuple[Sequence[Member], int] | None
+                if type(member) is int:
+                    id, known = member, told.get(member) or self._contexts.look_up(member)
+                else:
+                    id, known = member.id, (member.depends_on, 0)  # type: ignore[union-attr]
+                if known is None:
+                    unknown.add(id)
+                elif id not in found:
+                    found[id] = LogEntry(id, known[1], ids_of(known[0]))
+                    waiting.extend(known[0])
+            unknown -= found.keys()
+            if not unknown:
+                return found
+            owners = {sender_of(abs(id)) for id in unknown} - {self._id}
+            answers, _ = self._host.ask(owners, entries_here, (tuple(unknown),), _ASKING)
+            for answer in answers.values():
+                told.update((entry.id, (entry.depends_on, entry.context)) for entry in answer)
+            for id in unknown:
+                if id not in told:
+                    raise MissingEntryError(id)
+            waiting = list(unknown)
+
+
+def entries_here(ids: Sequence[int]) -> list[LogEntry]:
+    """Returns, for the root of a pass, what this worker knows of these and all that is upstream of them."""
+    return entries_of(ids, current.current_worker().contexts.look_up)
+
 
 _NO_ONE = Plan({})
 
 
-def edge_of(tensor: torch.Tensor) -> Edge:
+def edge_of(tensor: torch.Tensor | GradientEdge) -> Edge:
     """Returns where the gradient of a tensor goes."""
+    if isinstance(tensor, GradientEdge):
+        return tensor.node, tensor.output_nr
     node = tensor.grad_fn
     if node is not None:
         return node, tensor.output_nr

@@ -28,13 +28,14 @@ class RootedPass(msgspec.Struct, eq=False):
     finishing: list[RootInstruction] = msgspec.field(default_factory=list)  # left to the thread that waits for the pass
     error: BaseException | None = None
     worker: int = -1  # where the error happened
+    limit: float | None = None  # in seconds, for the text of an error
 
 
 def late_error(root: RootedPass, host: Host) -> CallTimeoutError:
     """Makes the error of a pass whose time is over."""
     missing = sorted(host.name_of(worker) for worker in root.state.missing)
     return CallTimeoutError(
-        f"the backward pass ran for more than set timeout ({int((root.begin.timeout or 0) * 1000)} ms); "
+        f"the backward pass ran for more than set timeout ({int((root.limit or 0) * 1000)} ms); "
         f"workers {missing} are not done"
     )
 
@@ -43,7 +44,8 @@ def raise_error(root: RootedPass, context: Context, worker_id: int, host: Host) 
     """Raises what backward() raises. `worker_id` is this worker's."""
     error, worker = root.error, root.worker
     assert error is not None
-    if not isinstance(error, Exception):
+    is_own = not context.id and worker == worker_id and not isinstance(error, PeerLostError | CallTimeoutError)
+    if not isinstance(error, Exception) or is_own:  # as torch's own backward() raises it
         try:
             raise error
         finally:

@@ -70,6 +70,8 @@ class Calls:
         self._reader = reader
         self._threads = threads
         self._pid = os.getpid()
+        # What takes the place of a context outside of contexts; None: tensors are not followed there.
+        self._plain = worker.contexts.plain if worker.options.plain and worker.id >= 0 else None
         self._to_log: deque[str] = deque()  # from finalisers, which must not log themselves
         self.late_answers = 0
 
@@ -226,9 +228,13 @@ class Calls:
             call.profiled = profiled_calls.begin(mode, function, worker.name, call.peer)
             if call.profiled is not None:
                 envelope.profiling = call.profiled.asks
-        context = None
+        context: Context | None = None
         if context_id:
             context = worker.contexts.live.get(context_id) or worker.attach.current()
+        elif self._plain is None or current.thread.untracked:
+            envelope.untracked = True
+        elif modes is None or (modes.grad and not modes.inference):
+            context = self._plain
         self._pending.calls[call.id] = call
         try:
             worker.send(connection, envelope, body, limit, call, context)

@@ -62,8 +62,9 @@ class Reader:
         receive: Callable[[Incoming, PendingCall | None], None],
         on_expired: Callable[[PendingCall], None],
         on_lost: Callable[[Connection, str], None],
-        merge: Callable[[Envelope, Connection], None],
+        merge: Callable[[Envelope, Connection], object],
         arrive: Callable[[Envelope, int], tuple[Any, Callable[[], None] | None]],
+        forget: Callable[[int, tuple[int, ...]], None],
         on_control: Callable[[int, Envelope, Frames], Callable[[], None] | None],
         on_marked: Callable[[Envelope, Connection, Frames, float], None],
     ) -> None:
@@ -78,6 +79,7 @@ class Reader:
         self._on_lost = on_lost
         self._merge = merge
         self._arrive = arrive
+        self._forget = forget
         self._on_control = on_control
         self._on_marked = on_marked
         lease.on_readable = self.serve
@@ -163,13 +165,17 @@ class Reader:
         if kind not in KINDS:
             raise not_understood(frames.header)
         opened = time.perf_counter() if envelope.profiling is not None else 0.0
-        call = deadline = task = None
+        call = deadline = task = undecoded = None
         if envelope.autograd is not None:
-            self._merge(envelope, connection)
+            undecoded = self._merge(envelope, connection)
         if envelope.lent or envelope.creates or envelope.dropped:
             frames.keep, task = self._arrive(envelope, connection.peer.id)
             if task is not None and kind != _CALL:
                 self._threads.submit(task)
+        if undecoded is not None:
+            frames.keep = (frames.keep, undecoded)
+        if envelope.forgotten:
+            self._forget(connection.peer.id, envelope.forgotten)
         if envelope.placed or envelope.lane:
             lane = connection.open_device_lane()
             if lane is None:

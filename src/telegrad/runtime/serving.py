@@ -12,6 +12,7 @@ from torch import is_grad_enabled
 from .._torch import BaseFuture, is_any_autocast_enabled
 from ..errors import CallTimeoutError, DecodeError, EncodeError, TooLargeError, TransportError
 from ..events import logger
+from ..gradients.contexts import Context
 from ..gradients.torch_modes import applied, restore_defaults
 from ..messages import Call, Envelope, Kind, Reply, shortened
 from ..primitives import clock, current
@@ -163,7 +164,11 @@ class Server:
         envelope = Envelope(_REPLY, worker.new_message_id(), call.id)
         if call.device_map is not None:
             envelope.device_map = reversed_map(call.device_map)
-        context = None if call.autograd is None else worker.attach.context_of(call)
+        context: Context | None = None
+        if call.autograd is not None and call.autograd.context:
+            context = worker.attach.context_of(call)
+        elif not call.untracked and (call.modes is None or (call.modes.grad and not call.modes.inference)):
+            context = worker.contexts.plain  # the caller follows tensors outside of contexts
         try:
             worker.send(connection, envelope, Reply(result), None, None, context)
             self._serving.pop(call.id, None)

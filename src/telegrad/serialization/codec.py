@@ -32,6 +32,7 @@ from ..messages import (
     End,
     Envelope,
     Failure,
+    Forget,
     Gradients,
     Hello,
     Hold,
@@ -49,11 +50,11 @@ from .handles import Handle
 from .pickling_state import Outgoing
 from .values import Attach, Values, reason_of
 
-Control = Begin | Done | End | Release | Hold | Drop | Return  # with no tensors in them, and nothing of users'
+Control = Begin | Done | End | Release | Hold | Drop | Return | Forget  # with no tensors in them, and nothing of users'
 Body = Call | Reply | Failure | Gradients | Control
 BODIES: dict[int, type[Call | Reply | Failure]] = {Kind.CALL: Call, Kind.REPLY: Reply, Kind.FAILURE: Failure}
 _CONTROLS = {Kind.BEGIN: Begin, Kind.DONE: Done, Kind.END: End, Kind.RELEASE: Release,
-             Kind.HOLD: Hold, Kind.DROP: Drop, Kind.RETURN: Return}  # fmt: skip
+             Kind.HOLD: Hold, Kind.DROP: Drop, Kind.RETURN: Return, Kind.FORGET: Forget}  # fmt: skip
 
 CONTROLS = frozenset(_CONTROLS.values())
 encode_control = encode_envelope = msgspec.msgpack.Encoder().encode

@@ -1,0 +1,118 @@
+"""The seam: torch's own backward() and grad() find their way to other workers.
+
+All of torch's Python reaches the engine through one attribute. While there is a worker that follows tensors outside of
+contexts, an engine stands there that looks before it starts: do the roots lead to a received tensor? If so, the pass is
+planned and run as autograd.backward() does it (engine.py). If not, it is torch's own affair.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .._torch import ImperativeEngine, Variable, is_batched
+from ..errors import GradientError
+from ..primitives import current
+from .local_graph import Node, find_any_received
+from .plan import edge_of
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+_UNUSED = (
+    "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
+    "the desired behavior."
+)
+_engines: list[Engine] = []  # of the workers of this process that follow tensors; replaced as a whole
+
+
+class PlainEngine(ImperativeEngine):  # type: ignore[misc]
+    """torch's engine, with a look at the roots."""
+
+    def __init__(self, below: Any) -> None:
+        super().__init__()
+        self.below = below  # what was there before, and is asked for all that is not ours
+
+    def run_backward(
+        self,
+        tensors: Sequence[Any],
+        grad_tensors: Sequence[Any],
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[Any] = (),
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> Any:
+        for engine in _engines:
+            if engine.has_received:
+                recv = find_any_received([edge_of(t) for t in tensors if _has_history(t)])
+                break
+        else:
+            recv = None
+        if recv is None:
+            return self.below.run_backward(
+                tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+            )
+        if any(is_batched(gradient) for gradient in grad_tensors if gradient is not None):
+            raise GradientError(
+                "is_grads_batched=True, or another transform, is not supported where the outputs depend on tensors "
+                "received from other workers: ask for one gradient after the other, with retain_graph=True"
+            )
+        if not all(_requires_grad(tensor) for tensor in tensors):
+            return self.below.run_backward(  # which says what is wrong
+                tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+            )
+        engine = _engine_of(recv)
+        found = engine.backward_plain(
+            tensors, grad_tensors, keep_graph, create_graph, inputs or None, bool(accumulate_grad)
+        )
+        if inputs and not accumulate_grad and not allow_unreachable and any(gradient is None for gradient in found):
+            raise RuntimeError(_UNUSED)
+        return found
+
+
+def _has_history(root: Any) -> bool:
+    return getattr(root, "grad_fn", None) is not None or hasattr(root, "node")
+
+
+def _requires_grad(root: Any) -> bool:
+    return hasattr(root, "node") or root.requires_grad
+
+
+def _engine_of(recv: Node) -> Engine:
+    """Returns the engine of the worker that has received a tensor."""
+    for engine in _engines:
+        if engine.owns(recv):
+            return engine
+    engine = current.current_worker().engine  # it was received in a context
+    return engine
+
+
+_installed: PlainEngine | None = None
+
+
+def put(engine: Engine) -> None:
+    """Has torch's backward() look for tensors that this worker has received."""
+    global _engines, _installed
+    _engines = [*_engines, engine]
+    if _installed is None:
+        _installed = Variable._execution_engine = PlainEngine(Variable._execution_engine)
+
+
+def remove(engine: Engine) -> None:
+    """Undoes it; with the last of them torch's own engine is back. Any number of times."""
+    global _engines, _installed
+    _engines = [other for other in _engines if other is not engine]
+    # If another engine was put over ours, ours stays below it, and hands everything on.
+    if not _engines and _installed is not None and Variable._execution_engine is _installed:
+        Variable._execution_engine, _installed = _installed.below, None
+
+
+def _in_child() -> None:
+    """In a fork: its workers are those of another process."""
+    global _engines
+    _engines = []
+
+
+os.register_at_fork(after_in_child=_in_child)
