@@ -123,8 +123,10 @@ class Checkpoint:
     reentrant: bool
 
     def run(self, frame: Frame) -> None:
+        place = frame.place  # and not the frame, which has what is made here: a circle that nothing would end
+
         def inner(*tensors: Tensor) -> Tensor:
-            within = Frame(frame.place, list(tensors))
+            within = Frame(place, list(tensors))
             for step in self.steps:
                 step.run(within)
             return within.values[-1]

@@ -26,8 +26,10 @@ class Outcome:
     fields: dict[int, Tensor] = field(default_factory=dict)  # leaf -> .grad, where there is one
     retained: dict[int, Tensor | None] = field(default_factory=dict)
     seen: Seen = field(default_factory=dict)
-    messages: Counter[tuple[int, int]] = field(default_factory=Counter)  # gradients from a worker to a worker
+    messages: Counter[tuple[int, int]] | None = field(default_factory=Counter)  # gradients from a worker to a worker
+    asked: list[tuple[Tensor | None, ...]] = field(default_factory=list)  # in plain mode: what grad() gave
     error: BaseException | None = None
+    failed_on: int = -1  # the worker that had begun the pass
 
 
 # -- the reference: one thread, plain autograd ------------------------------------------------------------
@@ -169,8 +171,11 @@ class Graph:
         return False
 
 
-def run_locally(program: Program, *, per_tensor: bool = True, traits: Counter[str] | None = None) -> Outcome:
-    """What plain autograd makes of a program. What the graph has is counted in `traits`."""
+def run_locally(
+    program: Program, *, per_tensor: bool = True, traits: Counter[str] | None = None, plain: bool = False
+) -> Outcome:
+    """What plain autograd makes of a program. What the graph has is counted in `traits`. `plain`: all gradients go to
+    `.grad`, where they add up."""
     outcome = Outcome()
     wire = LocalWire(program, per_tensor)
     found: set[str] = set()
@@ -184,12 +189,20 @@ def run_locally(program: Program, *, per_tensor: bool = True, traits: Counter[st
             if traits is not None:
                 found |= graph.traits()
             try:
+                if plain:
+                    outcome.asked += ask(place, each, roots, seeds)
                 torch.autograd.backward(roots, seeds, retain_graph=each.retain)
             except ValueError as error:
                 outcome.error = error
                 break
             outcome.messages += graph.messages()
-            _take_gradients(wire, each, outcome)
+            if plain:
+                for other in wire.places:
+                    outcome.fields |= {
+                        n: leaf.grad.clone() for n, leaf in other.leaves.items() if leaf.grad is not None
+                    }
+            else:
+                _take_gradients(wire, each, outcome)
     if outcome.error is None:
         for place in wire.places:
             outcome.retained |= {n: tensor.grad for n, tensor in place.retained.items()}
@@ -200,6 +213,18 @@ def run_locally(program: Program, *, per_tensor: bool = True, traits: Counter[st
     for place in wire.places:
         place.clear()
     return outcome
+
+
+def ask(place: Place, each: Pass, roots: list[Tensor], seeds: list[Any]) -> list[tuple[Tensor | None, ...]]:
+    """In plain mode, before some of the passes: grad() for the leaves that the worker has."""
+    program = place.program
+    never = {"reentrant checkpoints", "a function that fails"}  # the first is a limit of torch's grad()
+    if (len(program.leaves) + each.roots[0]) % 4 or never & traits_of(program) or program.anomaly:
+        return []
+    inputs = [leaf for _, leaf in sorted(place.leaves.items()) if leaf.requires_grad]
+    if not inputs:
+        return []
+    return [torch.autograd.grad(roots, inputs, seeds, retain_graph=True, allow_unused=True)]
 
 
 def _take_gradients(wire: LocalWire, each: Pass, outcome: Outcome) -> None:

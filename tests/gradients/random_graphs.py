@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from graph_maker import MOST_WORKERS, make_program
 from graph_programs import Call, Place, Program, pack, unpack
-from graph_reference import Outcome, run_locally
+from graph_reference import Outcome, ask, run_locally, traits_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -39,6 +40,7 @@ from telegrad.events import Event
 from telegrad.primitives import current
 
 _PLACES: dict[tuple[int, int], Place] = {}  # (run, worker) -> that worker's part of the run
+_ASKED: dict[int, list[Any]] = {}  # by run, in plain mode: what grad() gave
 _run_numbers = itertools.count(1)
 
 
@@ -54,6 +56,10 @@ def run_pass(run: int, worker: int, number: int, context: int, timeout: float) -
     each = place.program.passes[number]
     with place.stream(()):
         roots, seeds = place.roots(each)
+    if not context:
+        _ASKED.setdefault(run, []).extend(ask(place, each, roots, seeds))
+        torch.autograd.backward(roots, seeds, retain_graph=each.retain)
+        return
     autograd.backward(
         context,
         roots,
@@ -67,8 +73,9 @@ def run_pass(run: int, worker: int, number: int, context: int, timeout: float) -
 class RemoteWire:
     """Calls go to other workers. `contexts` are those that the program has entered."""
 
-    def __init__(self, run: int, program: Program, names: Sequence[str]) -> None:
+    def __init__(self, run: int, program: Program, names: Sequence[str], plain: bool = False) -> None:
         self.run = run
+        self.plain = plain
         self.program = program
         self.names = names
         self.contexts: list[int] = []
@@ -86,7 +93,8 @@ class RemoteWire:
         return self.run, call.to, call.body, packing, pack(tensors, call.packing)
 
     def nest(self) -> None:
-        self.contexts.append(self.open.enter_context(autograd.context()))
+        if not self.plain:
+            self.contexts.append(self.open.enter_context(autograd.context()))
 
     def on_skip(self, call: int, value: Tensor) -> None:
         pass
@@ -104,9 +112,11 @@ class Party:
     Args:
         disturb: the share of programs in which messages are held up at random, and threads switched often.
         timeout: how many seconds a backward pass may take.
+        plain: without contexts, by torch's own backward(). A quarter of the passes come after grad().
     """
 
-    def __init__(self, *, disturb: float = 0.3, timeout: float = 30.0) -> None:
+    def __init__(self, *, disturb: float = 0.3, timeout: float = 30.0, plain: bool = False) -> None:
+        self.plain = plain
         self.timeout = timeout
         self._disturb = disturb
         self._rng = Random(0)
@@ -119,13 +129,15 @@ class Party:
         self._on_the_way: Counter[tuple[int, int, str]] = Counter()  # sent, and not yet seen to be received
         self._forgotten: dict[int, int] = {}  # by worker: messages with lower ids do not count any more
         self.names = [f"w{i}" for i in range(MOST_WORKERS)]
+        self._left_by_torch: dict[str, Counter[str]] = {}
 
     def __enter__(self) -> Party:
         warm_up()
         self._switch_interval = sys.getswitchinterval()
         self._undo.callback(sys.setswitchinterval, self._switch_interval)
         first, *others = self.names
-        cluster = telegrad.LocalCluster(others, transport="inproc", driver=first)
+        options = telegrad.Options(backward_timeout=self.timeout)
+        cluster = telegrad.LocalCluster(others, transport="inproc", driver=first, options=options)
         self._undo.enter_context(cluster)
         self._workers = list(cluster._in_process)
         for number, worker in enumerate(self._workers):
@@ -175,7 +187,7 @@ class Party:
         """Runs a program. `seed` is for what holds its messages up."""
         outcome = Outcome()
         run = next(_run_numbers)
-        wire = RemoteWire(run, program, self.names)
+        wire = RemoteWire(run, program, self.names, self.plain)
         places = [Place(program, worker, wire) for worker in range(program.workers)]
         _PLACES.update({(run, place.worker): place for place in places})
         self._rng.seed(seed)
@@ -188,17 +200,24 @@ class Party:
                 self._run_passes(wire, outcome)
                 self._collect(wire, places, outcome)
         finally:
+            outcome.asked = _ASKED.pop(run, [])
             for place in places:
                 del _PLACES[run, place.worker]
                 place.clear()
             if outcome.error is not None:
-                self._forget_messages()
+                leaks = self.plain and "modules with hooks" in traits_of(program)
+                self._forget_messages(leaks=leaks)
         return outcome
 
-    def _forget_messages(self) -> None:
-        """After a pass has failed: which of its messages went is not known, and some may go only now."""
+    def _forget_messages(self, *, leaks: bool) -> None:
+        """After a pass has failed: which of its messages went is not known, and some may go only now. `leaks`: torch
+        itself lets go of a module's hooks only when its backward has run, and without that keeps the graph."""
         try:
-            self.check_nothing_is_left(messages=False)
+            self.check_nothing_is_left(1.0 if leaks else 5.0, messages=False)
+        except AssertionError:
+            if not leaks:
+                raise
+            self._left_by_torch = self._counts()
         finally:
             with self._noting:
                 self._forgotten = {worker.id: worker.new_message_id() for worker in self._workers}
@@ -207,27 +226,35 @@ class Party:
 
     def _run_passes(self, wire: RemoteWire, outcome: Outcome) -> None:
         for number, each in enumerate(wire.program.passes):
-            arguments = (wire.run, each.worker, number, wire.contexts[each.context], self.timeout)
+            context = 0 if self.plain else wire.contexts[each.context]
+            arguments = (wire.run, each.worker, number, context, self.timeout)
             try:
                 if each.worker == 0:
                     run_pass(*arguments)
                 else:
                     rpc.rpc_sync(self.names[each.worker], run_pass, args=arguments)
-            except RuntimeError as error:
-                outcome.error = error
+            except (RuntimeError, ValueError) as error:
+                outcome.error = error.with_traceback(None)  # whose frames have the roots
+                outcome.failed_on = each.worker
                 return
             with self._noting:
                 sent = Counter(self._sent)
                 self._sent.clear()
+            if self.plain and _ASKED.get(wire.run):
+                outcome.messages = None  # those of grad() are among them
+                with self._noting:
+                    self._on_the_way += sent
+                continue
             assert max(sent.values(), default=1) == 1, f"gradients went more than once: {sent}"
-            outcome.messages += Counter((sender, receiver) for sender, receiver, _ in sent)
+            if outcome.messages is not None:
+                outcome.messages += Counter((sender, receiver) for sender, receiver, _ in sent)
             with self._noting:
                 self._on_the_way += sent
 
     def _collect(self, wire: RemoteWire, places: list[Place], outcome: Outcome) -> None:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        if outcome.error is not None:
+        if outcome.error is not None or self.plain:
             self._wait_for_passes()  # others may still be in a hook, with the leaf's `.grad` set aside
         for place in places:
             number_of = {id(leaf): number for number, leaf in place.leaves.items()}
@@ -246,6 +273,14 @@ class Party:
             assert time.monotonic() < deadline, "a failed pass still runs"
             time.sleep(1e-4)
 
+    def _counts(self) -> dict[str, Counter[str]]:
+        """What each worker has."""
+        found = {}
+        for number, name in enumerate(self.names):
+            with self.on(number):
+                found[name] = Counter(dict(counts(autograd.debug_info())))
+        return found
+
     def check_nothing_is_left(self, within: float = 5.0, *, messages: bool = True) -> None:
         """After the contexts have ended, everywhere. What was sent has been received, once.
 
@@ -254,10 +289,9 @@ class Party:
         """
         deadline = time.monotonic() + within
         while True:
-            left: dict[str, Any] = {}
-            for number, name in enumerate(self.names):
-                with self.on(number):
-                    left[name] = {what: n for what, n in counts(autograd.debug_info()) if n}
+            left: dict[str, Any] = {
+                name: dict(found - self._left_by_torch.get(name, Counter())) for name, found in self._counts().items()
+            }
             if messages:
                 with self._noting:
                     received = Counter(self._received)
@@ -296,8 +330,9 @@ def counts(info: Any, of: str = "") -> Iterator[tuple[str, int]]:
 # -- comparing --------------------------------------------------------------------------------------------
 
 
-def compare(expected: Outcome, actual: Outcome) -> None:
-    """
+def compare(expected: Outcome, actual: Outcome, plain: Program | None = None) -> None:
+    """Compares what came of a program, in plain mode if it is given.
+
     Raises:
         AssertionError: says what differs.
     """
@@ -311,9 +346,14 @@ def compare(expected: Outcome, actual: Outcome) -> None:
         _compare(".grad of leaf", expected.fields, actual.fields)
         _compare("retained", expected.retained, actual.retained)
         _compare("seen", expected.seen, actual.seen, alike=same_in_any_order)
-        assert actual.messages == expected.messages, (
+        _compare("grad()", dict(enumerate(expected.asked)), dict(enumerate(actual.asked)))
+        assert actual.messages is None or actual.messages == expected.messages, (
             f"gradient messages from, to: {dict(actual.messages)} instead of {dict(expected.messages)}"
         )
+    elif plain:  # at the root it is as torch leaves it
+        here = {n for n, leaf in enumerate(plain.leaves) if leaf.worker == actual.failed_on}
+        fields = [{n: g for n, g in outcome.fields.items() if n not in here} for outcome in (expected, actual)]
+        _compare(".grad of leaf after a failed pass", *fields)
     else:
         assert not actual.fields, f".grad of leaves {actual.fields} after a failed pass"
 
@@ -362,27 +402,27 @@ def check_graph(party: Party, program: Program, seed: int = 0, traits: Counter[s
     """
     try:
         try:
-            expected = run_locally(program, traits=traits)
+            expected = run_locally(program, traits=traits, plain=party.plain)
         except RuntimeError as error:
             if not any(text in str(error) for text in _REFUSALS):
                 raise
             if traits is not None:
                 traits[REFUSED] += 1
             return
-        compare(expected, party.run(program, seed))
+        compare(expected, party.run(program, seed), program if party.plain else None)
     except Exception as error:
         error.add_note(f"seed {seed}: {program}")
         raise
 
 
-def check_graphs(seeds: range) -> Counter[str]:
+def check_graphs(seeds: range, *, plain: bool = False) -> Counter[str]:
     """Runs the programs of many seeds, and counts what their graphs have.
 
     Raises:
         AssertionError: about the first that differs.
     """
     traits: Counter[str] = Counter()
-    with Party() as party:
+    with Party(plain=plain) as party:
         for seed in seeds:
             check_graph(party, make_program(Random(seed)), seed, traits)
             if seed % 20 == 0:
@@ -402,7 +442,9 @@ def run_block(seeds: range) -> tuple[Counter[str], str]:
     """In a process of its own: what the graphs have, and what went wrong."""
     torch.set_num_threads(1)
     try:
-        return check_graphs(seeds), ""
+        if plain := bool(os.environ.get("TELEGRAD_GRAPH_PLAIN")):
+            gc.disable()  # nothing may be left to it
+        return check_graphs(seeds, plain=plain), ""
     except Exception:
         return Counter(), traceback.format_exc()
 
@@ -419,7 +461,9 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="at once (default: one per CPU)")
     parser.add_argument("--devices", default="", metavar="NAMES", help='of leaves, in turn, such as "cpu,cuda"')
     parser.add_argument("--streams", action="store_true", help="each worker computes on a stream of its own")
+    parser.add_argument("--plain", action="store_true", help="without contexts, by torch's own backward()")
     given = parser.parse_args()
+    os.environ["TELEGRAD_GRAPH_PLAIN"] = "1" if given.plain else ""
     os.environ["TELEGRAD_GRAPH_DEVICES"] = given.devices  # for the processes below
     os.environ["TELEGRAD_GRAPH_STREAMS"] = "1" if given.streams else ""
     last = given.first + given.count

@@ -93,6 +93,7 @@ class Attach:
     def outgoing_plain(self, envelope: Envelope, tensors: Sequence[torch.Tensor], to: int) -> None:
         """Notes in the envelope of a message outside of contexts what it says of gradients."""
         plain, graph = self._plain, Graph(self._plain.new_group, marks=True)
+        sent: list[Sent] = []
         own: list[LogEntry] = []
         depends_on: list[Member] = []
         for place, tensor in enumerate(tensors):
@@ -101,9 +102,9 @@ class Attach:
             found.past = Past(id, tuple(found.reach))
             own.append(LogEntry(id, 0, ids_of(found.reach)))
             depends_on += found.reach
-            graph.sends += 1
-            plain.sends[id] = found
+            sent.append(found)
         graph.leave_marks()
+        plain.add(sent)
         entries = carried(depends_on, to) if depends_on else ()
         envelope.autograd = _with_history(envelope.autograd, 0, own, entries)
 
@@ -129,7 +130,14 @@ class Attach:
     def not_written(self, envelope: Envelope) -> None:
         """Forgets the Sends of a message that was not sent: no gradients will come for them."""
         autograd = envelope.autograd
-        if autograd is not None and (context := self._contexts.of_message(autograd.context)) is not None:
+        if autograd is None:
+            return
+        if not autograd.context:
+            if autograd.sent and (to := self._plain.receivers.get(envelope.id)) is not None:
+                task, _ = self._plain.forget_sent(to, [entry.id for entry in autograd.sent])
+                if task is not None:
+                    task()
+        elif (context := self._live.get(autograd.context)) is not None:
             for entry in autograd.sent:
                 context.sends.pop(entry.id, None)
 

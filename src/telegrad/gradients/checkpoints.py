@@ -49,7 +49,9 @@ def watch_checkpoint(node: Any) -> None:
 
 def _watch(call: EngineCall, node: Any, leaves: list[Any]) -> None:
     thread = threading.get_ident()
-    nested = Capture(lambda: threading.get_ident() == thread and nodes.running() is not call)
+    assert call.capture is not None
+    nested = Capture(lambda: threading.get_ident() == thread and nodes.running() is not call, shows=call.capture.shows)
+    nested.gradients.replaced = dict(call.capture.gradients.replaced)
     nested.watch(leaves)
 
     def after(*_: Any) -> None:

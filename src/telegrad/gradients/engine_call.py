@@ -164,7 +164,7 @@ class EngineCall:
             return
         for node in checkpoints:
             watch_checkpoint(node)
-        capture = self.capture = Capture(self.is_running)
+        capture = self.capture = Capture(self.is_running, shows=not context.id)
         try:
             capture.watch(leaves)
             self._run_engine(starts, gradients, (), accumulate=True)
@@ -341,6 +341,8 @@ class EngineCall:
             raise InterruptedPassError(f"the pass was ended: {local.interrupted}")
         message = recv.message
         worker = message >> COUNTER_BITS
+        if recv.came_from is not None:
+            local.device_maps[message] = recv.came_from
         if gradient is not None and (recv.count > 1 or gradient.layout is not torch.strided or is_large(gradient)):
             # It is kept beyond this call, and the Function that made it may use its memory again.
             if not gradient.requires_grad and references(gradient) != self._free:

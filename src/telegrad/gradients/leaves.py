@@ -26,6 +26,26 @@ from . import devices
 Leaf = torch.Tensor
 
 
+class Replaced(msgspec.Struct, eq=False):
+    """The `.grad` of a leaf before and after a pass: see Note [post-accumulate hooks]."""
+
+    leaf: Leaf
+    before: torch.Tensor | None
+    version: int  # of `before`
+    after: torch.Tensor | None
+    events: tuple[Any, ...] = ()
+
+    def commit(self) -> None:
+        """Makes it so, or adds the difference where `.grad` has changed meanwhile."""
+        leaf, before, after = self.leaf, self.before, self.after
+        if after is not None:
+            devices.wait(self.events, (after,))
+        if leaf.grad is before and (before is None or before._version == self.version):
+            leaf.grad = after
+        elif after is not None:
+            leaf.grad = accumulated(leaf.grad, after if before is None else after - before)
+
+
 class GradientTable(msgspec.Struct, eq=False):
     """Gradients by leaf. Not locked: users that share it lock."""
 
@@ -33,6 +53,7 @@ class GradientTable(msgspec.Struct, eq=False):
     _found: dict[int, tuple[Leaf, torch.Tensor]] = msgspec.field(default_factory=dict)
     # Recorded on the stream where a device's gradient was made:
     _events: dict[int, Any] = msgspec.field(default_factory=dict)
+    replaced: dict[int, Replaced] = msgspec.field(default_factory=dict)  # by the leaf's address
 
     def __len__(self) -> int:
         return len(self._found)
@@ -58,6 +79,8 @@ class GradientTable(msgspec.Struct, eq=False):
 
     def take_over(self, other: GradientTable) -> None:
         """Adds all of another table, which is empty after it."""
+        self.replaced.update(other.replaced)
+        other.replaced = {}
         if other._events:
             other._wait_for_events()
         elif not self._found:
@@ -77,6 +100,12 @@ class GradientTable(msgspec.Struct, eq=False):
                     turn.to_add.append(gradient)
                 else:
                     leaf.grad = accumulated(leaf.grad, gradient)
+            for replaced in self.replaced.values():
+                turn = _turns.get(replaced.leaf) if _turns.data else None
+                if turn is not None and turn.is_taken:
+                    turn.to_do.append(replaced)
+                else:
+                    replaced.commit()
         self.clear()
 
     def get(self, leaf: Leaf) -> torch.Tensor | None:
@@ -101,6 +130,7 @@ class GradientTable(msgspec.Struct, eq=False):
     def clear(self) -> None:
         self._found.clear()
         self._events.clear()
+        self.replaced.clear()
 
 
 def accumulated(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
@@ -183,7 +213,9 @@ def _own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:
 # Note [post-accumulate hooks]
 # They run inside of AccumulateGrad and look at the leaf's `.grad`. So for a leaf that has any, `.grad` is set aside
 # by the prehook, the gradient goes its usual way, and what is in `.grad` after the hooks is taken. Passes take turns
-# with a leaf. What is to be added to its `.grad` meanwhile is added when that is put back.
+# with a leaf. What is to be added to its `.grad` meanwhile is added when that is put back. In a plain backward() the
+# hooks see the accumulated `.grad`, as they do locally: a copy takes its place meanwhile, and what has become of the copy
+# replaces it when the pass is done everywhere.
 
 # Note [averaged leaves]
 # DistributedDataParallel takes a gradient out of `.grad` once the leaf's node has run, and puts the average over all of
@@ -205,12 +237,14 @@ class _Turn:
         self._holder: Capture | None = None
         self._aside: torch.Tensor | None = None
         self.to_add: list[torch.Tensor] = []
+        self.to_do: list[Replaced] = []
 
     @property
     def is_taken(self) -> bool:
         return self._holder is not None
 
-    def begin(self, leaf: Leaf, holder: Capture) -> None:
+    def begin(self, leaf: Leaf, holder: Capture, shown: dict[int, Replaced] | None = None) -> None:
+        """Sets `.grad` aside. With `shown`, which has what came of turns before in the same pass, a copy stays."""
         if not self.free.acquire(timeout=_LONGEST_TURN):
             raise GradientError(
                 f"another pass ran the hooks of a leaf of shape {tuple(leaf.shape)}, or had it in a "
@@ -219,6 +253,21 @@ class _Turn:
         with _touching_grad:
             self._aside, leaf.grad = leaf.grad, None
             self._holder = holder
+            if shown is not None:
+                earlier = shown.get(id(leaf))
+                base = self._aside if earlier is None else earlier.after
+                if base is not None:
+                    leaf.grad = base if base.requires_grad else base.detach().clone()
+
+    def end_shown(self, leaf: Leaf, holder: Capture) -> Replaced | None:
+        """Puts `.grad` back, if it is this holder's turn, and returns what is to replace it."""
+        if self._holder is not holder:
+            return None
+        before = self._aside
+        version = 0 if before is None else before._version
+        after = self.end(leaf, holder)
+        events = () if after is None or after.is_cpu else tuple(devices.record((after,)))
+        return Replaced(leaf, before, version, after, events)
 
     def end(self, leaf: Leaf, holder: Capture) -> torch.Tensor | None:
         """Puts `.grad` back, if it is this holder's turn, and returns what was there during it."""
@@ -230,6 +279,8 @@ class _Turn:
                 self._holder = self._aside = None
                 while self.to_add:
                     leaf.grad = accumulated(leaf.grad, self.to_add.pop())
+                while self.to_do:
+                    self.to_do.pop().commit()
         finally:
             self.free.release()
         return gradient
@@ -258,9 +309,10 @@ def leaves_are_averaged(leaves: Iterable[Leaf]) -> None:
 
 class Capture:
     """Takes the gradients of leaves while one engine call runs. `is_ours` says whether it is that call which runs:
-    other threads may run backward through the same leaves."""
+    other threads may run backward through the same leaves. `shows`: hooks see the accumulated `.grad`."""
 
-    def __init__(self, is_ours: Callable[[], bool]) -> None:
+    def __init__(self, is_ours: Callable[[], bool], *, shows: bool = False) -> None:
+        self.shows = shows
         self._is_ours = is_ours
         self._free = _free_references()
         # Guards the gradients: device threads of the engine add at the same time. Reentrant: a finaliser may run in it.
@@ -314,10 +366,18 @@ class Capture:
 
         def before(gradients: Any) -> None:
             if self._is_ours():
-                turn.begin(leaf, self)
+                turn.begin(leaf, self, self.gradients.replaced if self.shows else None)
 
         def after(*_: Any) -> None:
-            if self._is_ours() and (gradient := turn.end(leaf, self)) is not None:
+            if not self._is_ours():
+                return
+            if self.shows:
+                if (replaced := turn.end_shown(leaf, self)) is not None:
+                    earlier = self.gradients.replaced.get(id(leaf))
+                    if earlier is not None:
+                        replaced.before, replaced.version = earlier.before, earlier.version
+                    self.gradients.replaced[id(leaf)] = replaced
+            elif (gradient := turn.end(leaf, self)) is not None:
                 self._add(leaf, gradient)
 
         self._cleanup.append(partial(turn.end, leaf, self))  # where a hook raised, `after` was not called

@@ -59,6 +59,9 @@ class LocalPass(msgspec.Struct, eq=False):
     waiters: dict[int, Waiter] = msgspec.field(default_factory=dict)  # by message: what the engine waits for
     outboxes: dict[int, Outbox] = msgspec.field(default_factory=dict)  # by worker
     interrupted: str = ""
+    device_maps: dict[int, dict[str, str]] = msgspec.field(
+        default_factory=dict
+    )  # by received message: for the way back
     settled: Waiter = msgspec.field(default_factory=Waiter)  # done when the root has said the last word
     # Set before the engine starts, and never after:
     context: Context | None = None

@@ -140,8 +140,8 @@ class Poster:
             begins = replace(begins, timeout=left)
         autograd = Autograd(context.id, during=local.pass_id, done=done, more=more, begin=begins)
         envelope = Envelope(Kind.GRADIENTS, host.new_message_id(), messages[0], depth=local.depth, autograd=autograd)
-        if (recv := context.received.get(messages[0])) is not None:  # of the first tensor, which has the message's id
-            envelope.device_map = recv.came_from
+        if local.device_maps:
+            envelope.device_map = local.device_maps.get(messages[0])
         host.post(worker, envelope, Gradients(tuple(gradients)), left, context if begin.create_graph else None)
 
     def _submit(self, local: LocalPass, post: Callable[[], object]) -> None:

@@ -121,9 +121,11 @@ class Parts:
         is_over = pass_id in self._over or context is None
         for message in () if is_over else messages:
             sent = None if context is None else context.sends.get(message)
-            if sent is None:  # it was sent in another context, or there is no such message any more
+            if sent is None and message not in self._contexts.plain.receivers:
+                # It was sent in another context, or there is no such message any more.
                 sent = self._contexts.find_sent_anywhere(message)
-            if sent is None or sent.to != peer:
+            to = self._contexts.plain.receivers.get(message) if sent is None else sent.to
+            if to != peer:
                 self.disbelieve(peer, f"gradients of message {message}, which it was not sent")
                 return None
         local = None if is_over else self.passes.get(pass_id) or self._find_or_make(pass_id)

@@ -68,6 +68,7 @@ class Plain(Context):
 
     worker_id: int = -1
     new_id: Callable[[], int] = lambda: 0
+    receivers: dict[int, int] = msgspec.field(default_factory=dict)  # by message that was sent: to which worker
     undecoded: set[int] = msgspec.field(default_factory=set)  # messages that were read, by their ids
     groups: Any = msgspec.field(default_factory=weakref.WeakValueDictionary)  # Pasts of this worker's groups, by id
     # Written by finalisers, which must not lock:
@@ -78,6 +79,14 @@ class Plain(Context):
     to_forget: dict[int, list[int]] = msgspec.field(default_factory=dict)  # by worker: the dead that it has sent
 
     # -- tensors that are sent -------------------------------------------------------------------------
+
+    def add(self, found: Sequence[Sent]) -> None:
+        """Keeps the tensors of a message that is about to be sent."""
+        with self.lock:
+            for sent in found:
+                self.sends[sent.id] = sent
+                sent.graph.sends += 1
+                self.receivers[sent.message] = sent.to
 
     def new_group(self, members: Reach) -> Past:
         """Makes a Past that stands for several."""
@@ -100,14 +109,19 @@ class Plain(Context):
         also the ids that were not sent there, and that it has no right to name."""
         dead: list[Sent] = []
         wrong: list[int] = []
-        for id in ids:
-            sent = self.sends.get(id)
-            if sent is None:
-                continue  # it went with a peer that was lost
-            if sent.to != peer:
-                wrong.append(id)
-            elif self.sends.pop(id, None) is not None:
+        with self.lock:
+            for id in ids:
+                sent = self.sends.get(id)
+                if sent is None:
+                    continue  # it went with a peer that was lost
+                if sent.to != peer:
+                    wrong.append(id)
+                    continue
+                del self.sends[id]
                 dead.append(sent)
+                sent.graph.sends -= 1
+                if not sent.graph.sends:
+                    del self.receivers[sent.message]
         return partial(_free, dead) if dead else None, wrong
 
     def on_lost(self, peer: int) -> Task | None:
@@ -178,6 +192,7 @@ class Plain(Context):
         self.clear_soon = None
         dead = list(self.sends.values())
         self.sends.clear()
+        self.receivers.clear()
         self.received.clear()
         _free(dead)
 
@@ -186,7 +201,6 @@ def _free(dead: list[Sent]) -> None:
     """Frees the graphs behind Sends."""
     while dead:
         graph = dead.pop().graph
-        graph.sends -= 1
         if not graph.sends:
             graph.clear()
 
