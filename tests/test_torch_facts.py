@@ -9,6 +9,7 @@ import importlib
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -404,6 +405,81 @@ def test_devices_of_events() -> None:
     with profiler.profile(use_kineto=True) as found:
         torch.ones(3)
     assert {event.device_type for event in found.function_events} == {_torch.DeviceType.CPU}
+
+
+# -- the seam ----------------------------------------------------------------------------------------------
+
+
+@fact_of("Variable", "ImperativeEngine")
+def test_backward_and_grad_reach_the_engine_through_one_attribute() -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    class Engine(_torch.ImperativeEngine):
+        def run_backward(
+            self,
+            tensors: Any,
+            grad_tensors: Any,
+            keep_graph: Any,
+            create_graph: Any,
+            inputs: Any = (),
+            allow_unreachable: Any = False,
+            accumulate_grad: Any = False,
+        ) -> Any:
+            asked.append((tuple(inputs), allow_unreachable, accumulate_grad))
+            return super().run_backward(
+                tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+            )
+
+    x, before = leaf(), _torch.Variable._execution_engine
+    _torch.Variable._execution_engine = Engine()
+    try:
+        x.sum().backward()
+        x.sum().backward(inputs=[x])
+        torch.autograd.grad(x.sum(), x)
+        torch.autograd.grad(x.sum(), [x, leaf()], allow_unused=True)
+    finally:
+        _torch.Variable._execution_engine = before
+    assert isinstance(before, _torch.ImperativeEngine)
+    assert [(len(inputs), *rest) for inputs, *rest in asked] == [
+        (0, True, True),
+        (1, True, True),
+        (1, False, False),
+        (2, True, False),
+    ]
+    assert torch.equal(x.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
+
+
+@fact_of("is_batched", "is_batched_by_autograd")
+def test_the_gradients_of_a_batched_grad_tell_so() -> None:
+    seen: list[bool] = []
+    x = leaf()
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(_torch.is_batched_by_autograd(gradient)))
+    torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(3))
+    assert seen == [True, False]
+    torch.func.vmap(lambda z: seen.append(_torch.is_batched(z)) or z)(x)
+    assert seen.pop() and not _torch.is_batched(x)
+
+
+def test_the_python_object_of_a_function_lives_as_long_as_its_node() -> None:
+    """And can be referred to weakly. What is put into the metadata of a node goes with it."""
+    died: list[Any] = []
+
+    class Noticed:
+        def __del__(self) -> None:
+            died.append("metadata")
+
+    x = leaf()
+    y = Double.apply(x)
+    ref = weakref.ref(y.grad_fn, died.append)
+    z = y * 3
+    z.grad_fn.metadata["test"] = Noticed()
+    del y
+    z.sum().backward()
+    assert ref() is not None and not died
+    del z
+    assert ref() is None and len(died) == 2
 
 
 # -- the list itself ---------------------------------------------------------------------------------------

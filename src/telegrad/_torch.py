@@ -27,6 +27,7 @@ run_backward = Variable._execution_engine.run_backward
 current_graph_task_id = _C._current_graph_task_id
 bind_apply = _C._FunctionBase.__dict__["apply"].__get__
 is_batched = _C._functorch.is_batchedtensor
+is_batched_by_autograd = _C._functorch.is_legacy_batchedtensor
 is_any_autocast_enabled = _C._is_any_autocast_enabled
 
 # tensors

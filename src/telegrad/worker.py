@@ -89,7 +89,7 @@ class Worker:
         self._reader = Reader(
             member.name, self._lease, self._pending, self._threads, self.events, self._peers.name_of,
             receive=self.receive, on_expired=self._on_expired, on_lost=self.on_lost, on_marked=self.recorder.on_read,
-            merge=self.attach.merge, arrive=self.references.incoming, forget=self._on_forgotten,
+            merge=self.attach.merge, arrive=self.references.incoming, forget=self.contexts.plain.on_forgotten,
             on_control=self._on_control,
         )  # fmt: skip
         self._server = Server(self, self._codec, self._threads)
@@ -176,8 +176,7 @@ class Worker:
         self, connection: Connection, envelope: Envelope, body: Body, timeout: float | None,
         call: PendingCall | None = None, context: Context | None = None,
     ) -> None:  # fmt: skip
-        """Encodes a message and writes it. `call` waits for its answer; `context` is the one that it belongs to, or
-        `contexts.plain` where tensors that require grad are to be followed outside of contexts."""
+        """Encodes a message and writes it. `call` waits for its answer; `context` is the one that it belongs to."""
         plain = self.contexts.plain
         if self.events.subscribers:
             envelope = self.recorder.mark(envelope, connection.peer)
@@ -188,12 +187,11 @@ class Worker:
             else:
                 track = context is not None
                 packed = self._codec.pack(envelope, body, connection.peer, track=track, connection=connection)
-                if context is plain and not packed.tracked:
-                    context = None  # nothing is to be said
             if (lane := connection.device_lane) is not None:
                 envelope.placed, envelope.lane = tuple(packed.placed), lane.to_say()
             if context is plain:
-                self.attach.outgoing_plain(envelope, packed.tracked, connection.peer.id)
+                if packed.tracked:
+                    self.attach.outgoing_plain(envelope, packed.tracked, connection.peer.id)
             elif context is not None:
                 self.attach.outgoing(context, envelope, packed.tracked, connection, connection.peer.id)
                 if call is not None:
@@ -219,13 +217,9 @@ class Worker:
                 nbytes = connection.write(packed, timeout, call.stop_reading)
         except BaseException as error:
             if not isinstance(error, HandedOverError):
-                if context is not None:
-                    self.attach.not_written(envelope)
+                self.attach.not_written(envelope, connection.peer.id)
                 if envelope.lent or envelope.dropped:
                     self.references.not_written(envelope, connection.peer.id)
-                if envelope.forgotten:
-                    plain.not_written(envelope.forgotten, connection.peer.id)
-                    envelope.forgotten = ()  # it may be sent again
                 if connection.device_lane is not None:
                     connection.device_lane.take_back(envelope.placed, envelope.lane)
                 if self._codec.unanswered:
@@ -284,16 +278,9 @@ class Worker:
         """A message between workers, and not between their users. While reading."""
         if self.id < 0:
             return None  # an observer has no part in contexts and references
-        if envelope.kind == Kind.FORGET:
-            body: Any = self._codec.open_control(envelope, frames)
-            return self.engine.on_forget(peer, body.ids)
-        if envelope.kind >= Kind.HOLD:
+        if Kind.HOLD <= envelope.kind <= Kind.RETURN:
             return self.references.on_message(peer, self._codec.open_control(envelope, frames))
         return self.engine.on_message(peer, envelope, frames)
-
-    def _on_forgotten(self, peer: int, ids: tuple[int, ...]) -> None:
-        if (task := self.engine.on_forget(peer, ids)) is not None:
-            self._threads.submit(task)
 
     def on_lost(self, connection: Connection, reason: str) -> None:
         """A connection has ended: whatever waits for its peer fails."""

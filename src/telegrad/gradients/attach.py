@@ -127,16 +127,18 @@ class Attach:
             self._contexts.log.written(connection, (*autograd.sent, *autograd.entries))
         return autograd.context in self._live
 
-    def not_written(self, envelope: Envelope) -> None:
+    def not_written(self, envelope: Envelope, to: int) -> None:
         """Forgets the Sends of a message that was not sent: no gradients will come for them."""
         autograd = envelope.autograd
+        if envelope.forgotten:
+            self._plain.not_written(envelope.forgotten, to)
+            envelope.forgotten = ()  # it may be sent again
         if autograd is None:
             return
         if not autograd.context:
-            if autograd.sent and (to := self._plain.receivers.get(envelope.id)) is not None:
-                task, _ = self._plain.forget_sent(to, [entry.id for entry in autograd.sent])
-                if task is not None:
-                    task()
+            task, _ = self._plain.forget_sent(to, [entry.id for entry in autograd.sent])
+            if task is not None:
+                task()
         elif (context := self._live.get(autograd.context)) is not None:
             for entry in autograd.sent:
                 context.sends.pop(entry.id, None)

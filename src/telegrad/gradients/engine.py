@@ -27,7 +27,7 @@ from ..errors import (
     text_of,
 )
 from ..events import logger
-from ..messages import COUNTER_BITS, Begin, Done, End, Envelope, Failure, Kind, Member, Release, sender_of
+from ..messages import COUNTER_BITS, Begin, Done, End, Envelope, Failure, Forget, Kind, Member, Release, sender_of
 from ..primitives import clock, current
 from ..primitives.interrupts import (
     critical,
@@ -35,7 +35,6 @@ from ..primitives.interrupts import (
     deliver,
     getsignal,
     guard,
-    in_finaliser,
     interruptible,
     on_signal,
 )
@@ -61,7 +60,8 @@ class Engine:
 
     def __init__(self, member: Member, contexts: Contexts, host: Host, backward_timeout: float = 60.0) -> None:
         self.host = host
-        self._backward_timeout = backward_timeout
+        self.plain = contexts.plain
+        self.backward_timeout = backward_timeout  # of a plain backward()
         self._id = member.id
         self._name = member.name
         self._contexts = contexts
@@ -291,35 +291,6 @@ class Engine:
                 self.host.submit(partial(self._tell_end, pass_id, left, aborted))
             raise
 
-    def backward_plain(
-        self,
-        roots: Sequence[Any],
-        given: Sequence[Gradient],
-        retain_graph: bool,
-        create_graph: bool,
-        inputs: Sequence[Any] | None,
-        accumulates: bool,
-    ) -> tuple[Gradient, ...]:
-        """Runs a pass that torch's own backward() or grad() has begun: see seam.py."""
-        if current.thread.critical:
-            raise in_finaliser("backward()")
-        serving = current.current_serving()
-        deadline = serving.deadline if serving is not None else None
-        left = None if deadline is None else max(0.0, deadline - clock.now())
-        options = (left, retain_graph, create_graph, True)
-        return self.backward(
-            0, roots, given, inputs, options, accumulates=accumulates, patience=self._backward_timeout or None
-        )
-
-    @property
-    def has_received(self) -> bool:
-        """Whether a tensor that was received outside of contexts is alive, or was a moment ago."""
-        return bool(self._contexts.plain.received)
-
-    def owns(self, recv: Any) -> bool:
-        """Whether this worker has received a tensor, by its Recv."""
-        return self._contexts.plain.received.get(recv.id) is recv
-
     # -- messages --------------------------------------------------------------------------------------
 
     def on_message(self, peer: int, envelope: Envelope, frames: Any) -> Task | None:
@@ -341,6 +312,8 @@ class Engine:
                 if pass_id >> COUNTER_BITS == peer:
                     return self.parts.on_end(pass_id, aborted)
                 self.parts.disbelieve(peer, f"the end of pass {pass_id}, whose root it is not")
+            case Forget(ids):
+                return self.plain.on_forgotten(peer, ids)
             case Release(context_id):
                 return partial(self._on_release, context_id, peer)
         return None
@@ -388,13 +361,6 @@ class Engine:
             self._on(root, root.state.on_report, self._id, error)
 
     # -- ends ------------------------------------------------------------------------------------------
-
-    def on_forget(self, peer: int, ids: Sequence[int]) -> Task | None:
-        """Takes the word of a worker that Recvs have died there. While reading: the task frees what was behind them."""
-        task, wrong = self._contexts.plain.forget_sent(peer, ids)
-        if wrong:
-            self.parts.disbelieve(peer, f"that it has forgotten {len(wrong)} tensors, which it was not sent")
-        return task
 
     def release(self, context_id: int, *, told_by: int | None = None, tell_others: bool = True) -> set[int]:
         """Ends a context here, and tells the workers that it was sent to. Returns them: without `tell_others`, that is

@@ -214,8 +214,8 @@ def _own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:
 # They run inside of AccumulateGrad and look at the leaf's `.grad`. So for a leaf that has any, `.grad` is set aside
 # by the prehook, the gradient goes its usual way, and what is in `.grad` after the hooks is taken. Passes take turns
 # with a leaf. What is to be added to its `.grad` meanwhile is added when that is put back. In a plain backward() the
-# hooks see the accumulated `.grad`, as they do locally: a copy takes its place meanwhile, and what has become of the copy
-# replaces it when the pass is done everywhere.
+# hooks see the accumulated `.grad`, as they do locally: a copy takes its place meanwhile, and what has become of the
+# copy replaces it when the pass is done everywhere.
 
 # Note [averaged leaves]
 # DistributedDataParallel takes a gradient out of `.grad` once the leaf's node has run, and puts the average over all of

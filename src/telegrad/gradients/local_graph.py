@@ -25,9 +25,9 @@ NOTHING: Reach = frozenset()
 _FEW = 8
 
 # Note [marks]
-# Outside of contexts there is no place for what walks have found that would go when it should: it would keep the graph,
-# or be gone while another Send could use it. So it is kept on the nodes themselves. On some of them, since that is slow:
-# those whose sequence numbers a hash picks out, one in sixteen on average, whatever the distance between the numbers.
+# Outside of contexts a table of what walks have found would keep the graph, or lose what another Send could use. So it
+# is kept on the nodes themselves. Not on all of them, since that is slow, but on those whose sequence numbers a hash
+# picks out: one in sixteen on average, whatever the distance between the numbers.
 _REACH = "telegrad"  # where a mark is, in the metadata of its node
 _HASH, _BITS, _PICKED = 2654435761, (1 << 32) - 1, 1 << 28
 _UNMARKED = 64  # nodes; a walk that came to fewer leaves no marks

@@ -153,9 +153,9 @@ class Recv(torch.autograd.Function):
                 f"{ctx.context}) and cannot go on there. Use telegrad.autograd.backward(context_id, [loss]) instead of "
                 "loss.backward(), or detach() what was received"
                 if ctx.context
-                else f"a backward pass reached a tensor received from another worker (message {ctx.message}) and cannot "
-                "go on there: it was begun by C++ code, or on a worker with Options(plain=False), or that has shut "
-                "down. Begin it with loss.backward() or torch.autograd.grad(), or detach() what was received"
+                else f"a backward pass reached a tensor received from another worker (message {ctx.message}), and "
+                "cannot go on there: it was begun by C++ code, or on a worker with Options(plain=False), or that has "
+                "shut down. Begin it with loss.backward() or torch.autograd.grad(), or detach() what was received"
             )
         call.post(ctx, gradient)
         return None, None, None, None, None, None

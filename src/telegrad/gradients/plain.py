@@ -12,15 +12,19 @@ A message that was read and is never decoded is forgotten in the same way.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from ..events import logger
 from ..messages import COUNTER_BITS, Forget, Kind, LogEntry
+from ..primitives import current
 from ..primitives.interrupts import finaliser
 from .context import Context, Sent
 from .host import Host, Task, tell
@@ -28,6 +32,26 @@ from .local_graph import Graph, Node, Reach
 from .pasts import Member, Past, ids_of
 
 _SOON = 20e-3  # seconds after which a sender hears of Recvs that have died, if no message went there meanwhile
+
+
+class _Thread(threading.local):
+    untracked = False
+
+
+thread = _Thread()
+
+
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Has the calls that this thread makes meanwhile follow no tensors, in no context: they and their answers bring
+    leaves."""
+    token, before = current.context_id.set(0), thread.untracked
+    thread.untracked = True
+    try:
+        yield
+    finally:
+        thread.untracked = before
+        current.context_id.reset(token)
 
 
 class _Ref(weakref.ref[Node]):
@@ -123,6 +147,13 @@ class Plain(Context):
                 if not sent.graph.sends:
                     del self.receivers[sent.message]
         return partial(_free, dead) if dead else None, wrong
+
+    def on_forgotten(self, peer: int, ids: Iterable[int]) -> Task | None:
+        """Takes the word of a worker that Recvs have died there. While reading: the task frees what was behind them."""
+        task, wrong = self.forget_sent(peer, ids)
+        if wrong:
+            logger.warning("worker %d has forgotten %d tensors that it was not sent; this is dropped", peer, len(wrong))
+        return task
 
     def on_lost(self, peer: int) -> Task | None:
         """Forgets all that was sent to a worker that is gone."""

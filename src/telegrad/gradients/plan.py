@@ -99,9 +99,9 @@ class Planner:
             for entry in found.values() if not context.id else ():
                 if entry.context:
                     raise GradientError(
-                        f"the roots depend on tensors that were sent in context {entry.context}, whose gradients are "
-                        "kept apart from `.grad`. Use telegrad.autograd.backward(context_id, [loss]) instead of "
-                        "loss.backward(), before the context ends; or detach() what was received in it"
+                        f"the roots depend on a tensor received from another worker in context {entry.context}, whose "
+                        "gradients are kept apart from `.grad`. Use telegrad.autograd.backward(context_id, [loss]) "
+                        "instead of loss.backward(), before the context ends; or detach() what was received in it"
                     )
             return found
         except MissingEntryError as missing:

@@ -11,9 +11,10 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .._torch import ImperativeEngine, Variable, is_batched
+from .._torch import ImperativeEngine, Variable, is_batched, is_batched_by_autograd
 from ..errors import GradientError
-from ..primitives import current
+from ..primitives import clock, current
+from ..primitives.interrupts import in_finaliser
 from .local_graph import Node, find_any_received
 from .plan import edge_of
 
@@ -27,7 +28,7 @@ _UNUSED = (
 _engines: list[Engine] = []  # of the workers of this process that follow tensors; replaced as a whole
 
 
-class PlainEngine(ImperativeEngine):  # type: ignore[misc]
+class PlainEngine(ImperativeEngine):
     """torch's engine, with a look at the roots."""
 
     def __init__(self, below: Any) -> None:
@@ -45,7 +46,7 @@ class PlainEngine(ImperativeEngine):  # type: ignore[misc]
         accumulate_grad: bool = False,
     ) -> Any:
         for engine in _engines:
-            if engine.has_received:
+            if engine.plain.received:
                 recv = find_any_received([edge_of(t) for t in tensors if _has_history(t)])
                 break
         else:
@@ -54,7 +55,7 @@ class PlainEngine(ImperativeEngine):  # type: ignore[misc]
             return self.below.run_backward(
                 tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
             )
-        if any(is_batched(gradient) for gradient in grad_tensors if gradient is not None):
+        if any(is_batched(g) or is_batched_by_autograd(g) for g in grad_tensors if g is not None):
             raise GradientError(
                 "is_grads_batched=True, or another transform, is not supported where the outputs depend on tensors "
                 "received from other workers: ask for one gradient after the other, with retain_graph=True"
@@ -63,9 +64,16 @@ class PlainEngine(ImperativeEngine):  # type: ignore[misc]
             return self.below.run_backward(  # which says what is wrong
                 tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
             )
-        engine = _engine_of(recv)
-        found = engine.backward_plain(
-            tensors, grad_tensors, keep_graph, create_graph, inputs or None, bool(accumulate_grad)
+        if current.thread.critical:
+            raise in_finaliser("backward()")
+        engine, serving = _engine_of(recv), current.current_serving()
+        left = None
+        if serving is not None and serving.deadline is not None:
+            left = max(0.0, serving.deadline - clock.now())
+        options = (left, bool(keep_graph), bool(create_graph), True)
+        patience = engine.backward_timeout or None
+        found = engine.backward(
+            0, tensors, grad_tensors, inputs or None, options, accumulates=bool(accumulate_grad), patience=patience
         )
         if inputs and not accumulate_grad and not allow_unreachable and any(gradient is None for gradient in found):
             raise RuntimeError(_UNUSED)
@@ -83,10 +91,10 @@ def _requires_grad(root: Any) -> bool:
 def _engine_of(recv: Node) -> Engine:
     """Returns the engine of the worker that has received a tensor."""
     for engine in _engines:
-        if engine.owns(recv):
+        if engine.plain.received.get(recv.id) is recv:
             return engine
-    engine = current.current_worker().engine  # it was received in a context
-    return engine
+    current_one: Engine = current.current_worker().engine  # it was received in a context
+    return current_one
 
 
 _installed: PlainEngine | None = None

@@ -58,7 +58,6 @@ engine_pass: Callable[[], EnginePass | None] = _no_pass
 class _Thread(threading.local):
     critical = 0  # above zero: this thread runs telegrad's own code. See interrupts.py
     extracting = False  # torch looks for tensors in the value of a future: see futures.py
-    untracked = False  # calls outside of contexts follow no tensors: see gradients/plain.py
     blocking = False  # in a critical section: an interrupt may come all the same
     relieve: Callable[[], None] | None = None  # ends this thread's Turn with the read lease; None: it has none
 

@@ -31,6 +31,7 @@ from ..errors import (
     text_of,
 )
 from ..events import Span, logger
+from ..gradients import plain
 from ..gradients.contexts import Context
 from ..gradients.torch_modes import current_modes
 from ..messages import Call, Envelope, Failure, Kind, WorkerInfo
@@ -231,7 +232,7 @@ class Calls:
         context: Context | None = None
         if context_id:
             context = worker.contexts.live.get(context_id) or worker.attach.current()
-        elif self._plain is None or current.thread.untracked:
+        elif self._plain is None or plain.thread.untracked:
             envelope.untracked = True
         elif modes is None or (modes.grad and not modes.inference):
             context = self._plain

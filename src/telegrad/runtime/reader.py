@@ -64,7 +64,7 @@ class Reader:
         on_lost: Callable[[Connection, str], None],
         merge: Callable[[Envelope, Connection], object],
         arrive: Callable[[Envelope, int], tuple[Any, Callable[[], None] | None]],
-        forget: Callable[[int, tuple[int, ...]], None],
+        forget: Callable[[int, tuple[int, ...]], Callable[[], None] | None],
         on_control: Callable[[int, Envelope, Frames], Callable[[], None] | None],
         on_marked: Callable[[Envelope, Connection, Frames, float], None],
     ) -> None:
@@ -174,8 +174,8 @@ class Reader:
                 self._threads.submit(task)
         if undecoded is not None:
             frames.keep = (frames.keep, undecoded)
-        if envelope.forgotten:
-            self._forget(connection.peer.id, envelope.forgotten)
+        if envelope.forgotten and (freeing := self._forget(connection.peer.id, envelope.forgotten)) is not None:
+            self._threads.submit(freeing)
         if envelope.placed or envelope.lane:
             lane = connection.open_device_lane()
             if lane is None:
