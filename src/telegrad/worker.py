@@ -36,6 +36,7 @@ from .rendezvous.group import Group, this_host
 from .runtime import context_ends, device_maps, shutdown
 from .runtime.broadcast import ask
 from .runtime.calls import Calls
+from .runtime.creations import Creations
 from .runtime.peers import Peers
 from .runtime.pending import OVERHEAD_BYTES, PendingCall, PendingCalls
 from .runtime.reader import Incoming, Reader
@@ -92,6 +93,7 @@ class Worker:
         )  # fmt: skip
         self._server = Server(self, self._codec, self._threads)
         self.calls = Calls(self, self._codec, self._peers, self._pending, self._reader, self._threads)
+        self.creations = Creations(self, self.calls)
         self._self_ends = loopback(hello, self._lease, options)
         self._peers.know_self(member, self._self_ends[0])
         # For gradients and references (gradients/host.py):
@@ -183,7 +185,8 @@ class Worker:
                 track = context is not None
                 packed = self._codec.pack(envelope, body, connection.peer, track=track, connection=connection)
             if (lane := connection.device_lane) is not None:
-                envelope.placed, envelope.lane = tuple(packed.placed), lane.to_say()
+                envelope.placed = tuple(packed.placed)
+                envelope.lane = lane.to_say()
             if context is not None:
                 self.attach.outgoing(context, envelope, packed.tracked, connection, connection.peer.id)
                 if call is not None:
@@ -344,12 +347,12 @@ class Worker:
         called inside of a critical section, in which it becomes one."""
         if self.closed_because or os.getpid() != self._pid:
             self.check_open()
-        create = self.calls.create if current.thread.critical == 1 else self.calls.create_later
+        create = self.creations.create if current.thread.critical == 1 else self.creations.create_later
         return create(to, Call(function, tuple(args), kwargs or None), timeout)
 
     def creation_of(self, entry: Held) -> Future:
         """The future of a value's creation: done when that is known."""
-        return self.calls.creation_of(entry)
+        return self.creations.future_of(entry)
 
     def _on_expired(self, call: PendingCall) -> None:
         self.calls.fail(call, call.timeout_error())
