@@ -99,6 +99,7 @@ class Worker:
         # For gradients and references (gradients/host.py):
         self.submit = self._threads.submit
         self.wait, self.begin_turn = self._reader.wait, self._reader.begin_turn
+        self.goes_by_lane = self._peers.goes_by_lane
         self.open_control = self._codec.open_control
         self.post = self.calls.post
         self.decode_error = self.calls.error_of

@@ -83,6 +83,10 @@ class DeviceLane:
 
     # -- the end that fills ----------------------------------------------------------------------------
 
+    def accepts(self, tensor: torch.Tensor) -> bool:
+        """Whether the peer takes tensors of this one's device by the lane."""
+        return self._cuda.device_of(tensor) in self._accepted
+
     def put(self, tensor: torch.Tensor, into: list[Placed]) -> bool:
         """Copies a tensor's elements, in their order, into device memory that the peer can open, and appends the place
         to `into`. False: it must go through the host.
