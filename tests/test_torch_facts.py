@@ -249,6 +249,21 @@ def test_what_says_that_it_is_a_parameter_is_taken_for_one() -> None:
     assert isinstance(x, torch.nn.Parameter)
 
 
+@fact_of("extract_tensors")
+def test_tensors_of_a_value_are_found_by_pickling_it() -> None:
+    class Picklable:
+        def __reduce__(self) -> Any:
+            callers.append(sys._getframe(1).f_code)
+            return object, ()
+
+    callers: list[Any] = []
+    x = torch.ones(1)
+    found = _torch.extract_tensors({"a": [x, Picklable()], "b": 1})
+    assert len(found) == 1
+    assert found[0] is x
+    assert callers == [_torch.extract_tensors.__code__]
+
+
 @fact_of("WeakTensorRef")
 def test_a_weak_reference_expires_with_its_tensor() -> None:
     x = torch.ones(3)

@@ -49,6 +49,7 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 wrap_cpp_module = cast(Any, torch.jit)._recursive.wrap_cpp_module
 find_builtin = cast(Any, torch.jit)._builtins._find_builtin
 qualified_name = cast(Any, torch)._jit_internal._qualified_name
+extract_tensors = cast(Any, torch)._jit_internal._extract_tensors  # by which futures with devices find tensors
 
 # profilers
 ExperimentalConfig = _C._profiler._ExperimentalConfig

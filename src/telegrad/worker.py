@@ -21,7 +21,6 @@ from typing import Any
 
 from .errors import HandedOverError, NotStartedError, PeerLostError, RendezvousError, TelegradError, text_of
 from .events import Events
-from .gradients import seam
 from .gradients.attach import Attach, refuse
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
@@ -37,6 +36,7 @@ from .rendezvous.group import Group, this_host
 from .runtime import context_ends, device_maps, shutdown
 from .runtime.broadcast import ask
 from .runtime.calls import Calls
+from .runtime.creations import Creations
 from .runtime.peers import Peers
 from .runtime.pending import OVERHEAD_BYTES, PendingCall, PendingCalls
 from .runtime.reader import Incoming, Reader
@@ -94,11 +94,13 @@ class Worker:
         )  # fmt: skip
         self._server = Server(self, self._codec, self._threads)
         self.calls = Calls(self, self._codec, self._peers, self._pending, self._reader, self._threads)
+        self.creations = Creations(self, self.calls)
         self._self_ends = loopback(hello, self._lease, options)
         self._peers.know_self(member, self._self_ends[0])
         # For gradients and references (gradients/host.py):
         self.submit = self._threads.submit
         self.wait, self.begin_turn = self._reader.wait, self._reader.begin_turn
+        self.goes_by_lane = self._peers.goes_by_lane
         self.open_control = self._codec.open_control
         self.post = self.calls.post
         self.decode_error = self.calls.error_of
@@ -156,8 +158,7 @@ class Worker:
                 self.group.fail(self.member.rank, f"worker {self.name!r}: {type(error).__name__}: {text_of(error)}")
             raise
         device_maps.agree(self.group, self.member, self.options)
-        if self.options.plain and self.id >= 0:
-            seam.put(self.engine)
+        self.engine.open(plain=self.options.plain)
 
     def _refuse_call(self, message: Incoming) -> None:
         self.on_lost(message.connection, f"worker {self.name!r} only looks at the group, and takes no calls")
@@ -188,11 +189,9 @@ class Worker:
                 track = context is not None
                 packed = self._codec.pack(envelope, body, connection.peer, track=track, connection=connection)
             if (lane := connection.device_lane) is not None:
-                envelope.placed, envelope.lane = tuple(packed.placed), lane.to_say()
-            if context is plain:
-                if packed.tracked:
-                    self.attach.outgoing_plain(envelope, packed.tracked, connection.peer.id)
-            elif context is not None:
+                envelope.placed = tuple(packed.placed)
+                envelope.lane = lane.to_say()
+            if context is not None and (packed.tracked or context is not plain):
                 self.attach.outgoing(context, envelope, packed.tracked, connection, connection.peer.id)
                 if call is not None:
                     call.context = context.id
@@ -353,12 +352,12 @@ class Worker:
         called inside of a critical section, in which it becomes one."""
         if self.closed_because or os.getpid() != self._pid:
             self.check_open()
-        create = self.calls.create if current.thread.critical == 1 else self.calls.create_later
+        create = self.creations.create if current.thread.critical == 1 else self.creations.create_later
         return create(to, Call(function, tuple(args), kwargs or None), timeout)
 
     def creation_of(self, entry: Held) -> Future:
         """The future of a value's creation: done when that is known."""
-        return self.calls.creation_of(entry)
+        return self.creations.future_of(entry)
 
     def _on_expired(self, call: PendingCall) -> None:
         self.calls.fail(call, call.timeout_error())

@@ -45,6 +45,9 @@ class NoStream:
     def wait_event(self, event: object) -> None:
         pass
 
+    def synchronize(self) -> None:
+        pass
+
 
 @contextmanager
 def cluster(

@@ -408,6 +408,7 @@ def test_the_receiver_dies(pair: Pair, when: str) -> None:
     if when == "after its copy":
         pair.settle()
     pair.cuda_b.kill()
+    pair.a._peer_pid = 0  # which is no process
     pair.a.close()
     eventually(janitor_is_idle)
     assert pair.cuda.allocated == {}  # though in one case the event will never be done

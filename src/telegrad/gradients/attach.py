@@ -52,6 +52,9 @@ class Attach:
         Raises:
             UnknownContextError: the context has ended, and a tensor of the message requires grad.
         """
+        if context is self._plain:
+            self._outgoing_plain(envelope, tensors, to)
+            return
         if to != self._worker_id:
             context.known_workers.add(to)
         said = envelope.autograd  # of gradients: what their pass has to say
@@ -90,7 +93,7 @@ class Attach:
                     other.known_workers.add(to)
         envelope.autograd = _with_history(said, context.id, own, entries)
 
-    def outgoing_plain(self, envelope: Envelope, tensors: Sequence[torch.Tensor], to: int) -> None:
+    def _outgoing_plain(self, envelope: Envelope, tensors: Sequence[torch.Tensor], to: int) -> None:
         """Notes in the envelope of a message outside of contexts what it says of gradients."""
         plain, graph = self._plain, Graph(self._plain.new_group, marks=True)
         sent: list[Sent] = []

@@ -70,6 +70,11 @@ class Engine:
         self._planner = Planner(member.id, contexts, host)
         contexts.plain.start(host)
 
+    def open(self, *, plain: bool) -> None:
+        """Begins its work, when this worker has joined its group."""
+        if plain and self._id >= 0:  # else it is an observer
+            seam.put(self)
+
     # -- what users call -------------------------------------------------------------------------------
 
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:

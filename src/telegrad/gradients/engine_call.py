@@ -343,7 +343,10 @@ class EngineCall:
         worker = message >> COUNTER_BITS
         if recv.came_from is not None:
             local.device_maps[message] = recv.came_from
-        if gradient is not None and (recv.count > 1 or gradient.layout is not torch.strided or is_large(gradient)):
+        by_lane = gradient is not None and not gradient.is_cpu and self._host.goes_by_lane(worker, gradient)
+        if gradient is not None and (
+            recv.count > 1 or gradient.layout is not torch.strided or (is_large(gradient) and not by_lane)
+        ):
             # It is kept beyond this call, and the Function that made it may use its memory again.
             if not gradient.requires_grad and references(gradient) != self._free:
                 gradient = gradient.clone()

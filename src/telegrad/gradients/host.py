@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from ..errors import HandedOverError, TelegradError
 from ..events import Events, logger
 from ..messages import Done, End, Envelope, Failure, Forget, Kind, Release
@@ -36,6 +38,9 @@ class Host(Protocol):
 
     def later(self, seconds: float, task: Task) -> Task:
         """A function that has a task run so long after it was called. It takes no lock: finalisers call it."""
+
+    def goes_by_lane(self, to: int, tensor: Tensor) -> bool:
+        """Whether a tensor on a device goes to that worker by device memory, so that sending it takes no time."""
 
     def submit(self, task: Callable[[], Any]) -> None: ...
     def new_message_id(self) -> int: ...

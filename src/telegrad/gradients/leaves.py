@@ -63,6 +63,8 @@ class GradientTable(msgspec.Struct, eq=False):
         key = id(leaf)
         old = self._found.get(key)
         if old is not None:
+            if key in self._events:
+                devices.wait((self._events[key],), (old[1],))
             gradient = accumulated(old[1], gradient)
         self._found[key] = leaf, gradient
         if not gradient.is_cpu:

@@ -79,9 +79,12 @@ class Poster:
             if gradient is not None:
                 if gradient.layout is not torch.strided:
                     nbytes += SHARED_MEMORY_FROM
-                else:
+                elif gradient.is_cpu:
                     nbytes += gradient.nbytes
-                    is_plain = is_plain and gradient.is_cpu
+                else:
+                    is_plain = False
+                    if not self._host.goes_by_lane(worker, gradient):
+                        nbytes += gradient.nbytes
         with local.lock:
             outbox = local.outboxes.get(worker)
             if outbox is None:

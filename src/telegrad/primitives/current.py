@@ -57,12 +57,12 @@ engine_pass: Callable[[], EnginePass | None] = _no_pass
 
 class _Thread(threading.local):
     critical = 0  # above zero: this thread runs telegrad's own code. See interrupts.py
-    extracting = False  # torch looks for tensors in the value of a future: see futures.py
     blocking = False  # in a critical section: an interrupt may come all the same
     relieve: Callable[[], None] | None = None  # ends this thread's Turn with the read lease; None: it has none
 
     def __init__(self) -> None:
         self.is_main = threading.current_thread() is threading.main_thread()
+        self.used_devices: list[Any] = []  # of tensors that this thread has decoded: see futures.py
 
 
 thread = _Thread()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+import os
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,17 +22,20 @@ if TYPE_CHECKING:
 # Note [futures and devices]
 # A future that has devices lets the current streams of a thread that asks for its value wait for the work that was
 # queued when it was completed; and so do those that `then` and collect_all make of it. To find the tensors, torch
-# pickles the value. So futures have devices only in a process whose messages had tensors on some; and what was asked
-# for before the first one is synchronised when it comes.
-devices: list[torch.device] = []
+# pickles the value, which not every value can be. So a future has devices only if tensors on some are likely to come:
+# its call takes some along, or its function has returned some before. Others are completed when the work is done.
+devices: list[torch.device] = []  # all that there are, once a tensor on one has come or gone
 
 
-def use_devices() -> None:
-    """Notes that tensors on devices come or go: futures have devices from here on."""
-    if not devices:
-        count = torch.accelerator.device_count()
-        kind = torch.accelerator.current_accelerator()
-        devices.extend(torch.device(kind.type, index) for index in range(count) if kind is not None)
+def use_devices(device: torch.device | None = None) -> None:
+    """Notes that tensors on devices come or go; on this one, in what this thread decodes."""
+    if not devices and (kind := torch.accelerator.current_accelerator()) is not None:
+        devices[:] = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+    if device is not None and device not in current.thread.used_devices:
+        current.thread.used_devices.append(device)
+
+
+os.register_at_fork(after_in_child=devices.clear)
 
 
 @untraced_methods
@@ -42,14 +46,19 @@ class Future(torch.futures.Future[Any]):
     was never asked about is logged when its future dies.
     """
 
-    def __init__(self, help_wait: Callable[[PendingCall, float | None], None], log_later: Callable[[str], None]):
+    def __init__(
+        self,
+        help_wait: Callable[[PendingCall, float | None], None],
+        log_later: Callable[[str], None],
+        of_devices: Sequence[torch.device] = (),
+    ) -> None:
         # Here and below without torch's wrappers in Python, of which each call would cost several.
-        BaseFuture.__init__(self, devices)
+        BaseFuture.__init__(self, list(of_devices) if of_devices else [])
         self.call: PendingCall | None = None
         self._help_wait = help_wait
         self._log_later = log_later
         self.has_callbacks = False  # completing it runs users' code
-        self.has_devices = bool(devices)
+        self.has_devices = bool(of_devices)
         self._failure: _Failure | None = None
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -97,16 +106,6 @@ class Future(torch.futures.Future[Any]):
         return self.wait()
 
     # -- for the worker --------------------------------------------------------------------------------
-
-    def succeed(self, value: Any) -> None:
-        """Completes it with a value that is ready on this thread's current streams, where there are devices."""
-        for device in () if self.has_devices else devices:
-            torch.accelerator.current_stream(device).synchronize()
-        current.thread.extracting = True
-        try:
-            BaseFuture.set_result(self, value)
-        finally:
-            current.thread.extracting = False
 
     def fail(self, make_error: Callable[[], BaseException], description: str) -> None:
         """Completes it with an error, made anew for each thread that asks.

@@ -47,4 +47,8 @@ def why_no_answer(call: PendingCall, error: DecodeError) -> Callable[[], BaseExc
             f"the answer of {of_call} in autograd context {call.context} has {error.__cause__} and no history: no "
             "gradient would go back. Has the context ended there?",
         )
+    if isinstance(error.__cause__, TimeoutError):  # a tensor on its peer's device was not there in time
+        return call.timeout_error()
+    if isinstance(error.__cause__, TransportError):
+        return partial(PeerLostError, f"worker {call.peer!r} is gone, with its answer to {call.function}: {error}")
     return partial(DecodeError, f"the answer of {of_call} cannot be rebuilt here: {error}")

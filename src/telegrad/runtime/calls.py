@@ -2,7 +2,7 @@
 
 call         the caller's thread waits, and reads the answer itself if no other thread reads
 call_async   a future waits
-create       no thread waits: the result stays with its owner
+start        the message of either; also of calls whose result stays with its owner (creations.py)
 post         a one-way message, of gradients and references
 complete     on the thread that has read the answer; fail: with an error instead
 """
@@ -16,7 +16,8 @@ from functools import partial
 from signal import SIGINT
 from typing import TYPE_CHECKING, Any
 
-from torch import is_grad_enabled, is_inference_mode_enabled
+import torch
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
 from .._torch import BaseFuture, current_graph_task_id, is_any_autocast_enabled
 from ..errors import (
@@ -36,8 +37,8 @@ from ..gradients.contexts import Context
 from ..gradients.torch_modes import current_modes
 from ..messages import Call, Envelope, Failure, Kind, WorkerInfo
 from ..primitives import clock, current, interrupts
-from ..primitives.futures import Future, devices
-from ..primitives.interrupts import getsignal, in_finaliser, interruptible, on_signal
+from ..primitives.futures import Future, devices, use_devices
+from ..primitives.interrupts import blocking, getsignal, in_finaliser, on_signal
 from ..references.entries import Entry, Held
 from ..serialization.codec import Body, Codec
 from ..transport.base import Connection
@@ -56,6 +57,7 @@ Function = Callable[..., Any]
 Kwargs = dict[str, Any] | None
 
 _CALL = int(Kind.CALL)
+_MOST_NAMES = 1000
 
 
 class Calls:
@@ -66,15 +68,16 @@ class Calls:
     ) -> None:
         self._worker = worker
         self._codec = codec
-        self._peers = peers
+        self.peers = peers
         self._pending = pending
-        self._reader = reader
-        self._threads = threads
+        self.reader = reader
+        self.threads = threads
         self._pid = os.getpid()
         # What takes the place of a context outside of contexts; None: tensors are not followed there.
         self._plain = worker.contexts.plain if worker.options.plain and worker.id >= 0 else None
         self._to_log: deque[str] = deque()  # from finalisers, which must not log themselves
         self.late_answers = 0
+        self._device_functions: set[str] = set()  # which have returned tensors on devices
 
     # -- out -------------------------------------------------------------------------------------------
 
@@ -90,13 +93,13 @@ class Calls:
         try:
             if thread.is_main and getsignal(SIGINT) is not on_signal:
                 interrupts.guard()
-            call = self._start(to, body, timeout, None)
+            call = self.start(to, body, timeout, None)
             waiting = self._report_wait(call) if worker.events.subscribers else None
             if call.reading:
                 call.reading = False
-                self._reader.read_for(call, call.timeout)
+                self.reader.read_for(call, call.timeout)
             if not call.done:
-                self._reader.wait_for(call, None)
+                self.reader.wait_for(call, None)
             if waiting is not None:
                 waiting.end()
             value = self._open_answer(call)
@@ -116,15 +119,23 @@ class Calls:
         if worker.closed_because or os.getpid() != self._pid:
             worker.check_open()
         body = Call(function, tuple(args), kwargs or None)
-        future = Future(self._wait_for, self._log_later)
+        of_devices: Sequence[torch.device] = ()
+        for value in body.args:
+            if isinstance(value, Tensor) and not value.is_cpu:
+                use_devices()
+                of_devices = devices
+                break
+        if devices and getattr(function, "__qualname__", "") in self._device_functions:
+            of_devices = devices
+        future = Future(self._wait_for, self._log_later, of_devices)
         if thread.critical:
-            self._threads.submit_from_finaliser(partial(self._call_later, to, body, timeout, future))
+            self.threads.submit_from_finaliser(partial(self._call_later, to, body, timeout, future))
             return future
         thread.critical = 1
         try:
             if thread.is_main and getsignal(SIGINT) is not on_signal:
                 interrupts.guard()
-            self._start(to, body, timeout, future)
+            self.start(to, body, timeout, future)
         finally:
             thread.critical = 0
             if interrupts.deferred:
@@ -134,62 +145,12 @@ class Calls:
     def _call_later(self, to: To, body: Call, timeout: float | None, future: Future) -> None:
         """Makes a call of a finaliser that ran inside of telegrad's own code: see interrupts.py."""
         try:
-            self._start(to, body, timeout, future)
+            self.start(to, body, timeout, future)
         except Exception as error:
             text, kind = str(error), type(error)
             future.fail(lambda: kind(text), f"a call to worker {to!r} that a finaliser made")
 
-    def create(self, to: To, body: Call, timeout: float | None) -> Entry:
-        """Has another worker create a value. The entry counts as a handle: this is called in a critical section, in
-        which it becomes one."""
-        peer = self._peers.known_peers.get(to) if isinstance(to, (str, int)) else None
-        if peer is None or peer.connection is None:
-            limit = effective_timeout(timeout, self._worker.options.rpc_timeout, None)
-            try:
-                peer, _ = self._reach(to, limit)
-            except CallTimeoutError as error:
-                if not isinstance(error.__cause__, PeerLostError) or error.__cause__.worker_id < 0:
-                    raise
-                return self._late_creation(error.__cause__.worker_id, limit, str(error))
-        entry = self._worker.references.new(peer.member.id)
-        try:
-            self._start(entry.owner, body, timeout, None, entry)
-        except BaseException:
-            if isinstance(entry, Held) and entry.creation is not None:
-                self._worker.references.let_go(entry)  # it is handed over, and will be created there
-            else:
-                self._worker.references.forget(entry)
-            raise
-        return entry
-
-    def _late_creation(self, owner: int, limit: float | None, text: str) -> Entry:
-        """An entry for a value whose owner could not be reached in time. As where the answer is late, the handle says
-        so when the value is asked for."""
-        entry = Held(self._worker.new_message_id(), owner)
-        entry.handles = 1
-        entry.creation = PendingCall(entry.id, "", self._peers.name_of(owner), limit, None)
-        self.fail(entry.creation, partial(CallTimeoutError, text))
-        return entry
-
-    def create_later(self, to: To, body: Call, timeout: float | None) -> Entry:
-        """Creates a value for a finaliser that ran inside of telegrad's own code: another thread sends the message."""
-        peer = self._peers.known(to)
-        if peer is None:
-            raise in_finaliser(f"rpc.remote() to worker {to!r}, which is not known here yet,")
-        entry = self._worker.references.new(peer.member.id)
-
-        def send() -> None:
-            try:
-                self._start(entry.owner, body, timeout, None, entry)
-            except Exception as error:
-                # As a text: a log handler that keeps its records must not keep the frames of the error.
-                logger.warning("worker %r: rpc.remote() in a finaliser failed: %s", self._worker.name, text_of(error))
-                self._worker.references.forget(entry)
-
-        self._threads.submit_from_finaliser(send)
-        return entry
-
-    def _start(
+    def start(
         self, to: To, body: Call, timeout: float | None, future: Future | None, creates: Entry | None = None
     ) -> PendingCall:
         """Sends a call. It is pending from before its message is written until it completes."""
@@ -203,9 +164,9 @@ class Calls:
         else:
             limit = effective_timeout(timeout, worker.options.rpc_timeout, serving.deadline if serving else None)
             depth = serving.depth + 1 if serving else 1
-        peer = self._peers.known_peers.get(to) if isinstance(to, (str, int)) else None
+        peer = self.peers.known_peers.get(to) if isinstance(to, (str, int)) else None
         if peer is None or (connection := peer.connection) is None:
-            peer, connection = self._reach(to, limit)
+            peer, connection = self.reach(to, limit)
         function = body.function
         name = getattr(function, "__qualname__", None) or repr(function)
         call = PendingCall(
@@ -268,10 +229,10 @@ class Calls:
             self._pending.expire_by(call.deadline)
         return call
 
-    def _reach(self, to: To, timeout: float | None) -> tuple[Peer, Connection]:
+    def reach(self, to: To, timeout: float | None) -> tuple[Peer, Connection]:
         began = clock.now()
         try:
-            return self._peers.reach(to, timeout)
+            return self.peers.reach(to, timeout)
         except (PeerLostError, RendezvousError) as error:
             if timeout is None or clock.now() - began < timeout:
                 raise
@@ -289,10 +250,10 @@ class Calls:
         before = thread.critical
         thread.critical = before + 1
         try:
-            peer = self._peers.known_peers.get(to)
+            peer = self.peers.known_peers.get(to)
             if peer is None or (connection := peer.connection) is None:
                 try:
-                    _, connection = self._peers.reach(to, timeout)
+                    _, connection = self.peers.reach(to, timeout)
                 except UnknownWorkerError as error:
                     raise self._lost(to, "it has left the group") from error
                 except PeerLostError as error:
@@ -308,11 +269,17 @@ class Calls:
                 interrupts.deliver()
 
     def _lost(self, worker_id: int, reason: str) -> PeerLostError:
-        error = PeerLostError(f"worker {self._peers.name_of(worker_id)!r} is gone: {reason}")
+        error = PeerLostError(f"worker {self.peers.name_of(worker_id)!r} is gone: {reason}")
         error.worker_id = worker_id
         return error
 
     # -- waiting ---------------------------------------------------------------------------------------
+
+    def future_of(self, call: PendingCall) -> Future:
+        """A future that waits for the call, and that another completes."""
+        future = Future(self._wait_for, self._log_later)
+        future.call = call
+        return future
 
     def _wait_for(self, call: PendingCall, timeout: float | None) -> None:
         """Waits for the future of a call. Not in a critical section: see Future.wait."""
@@ -323,7 +290,7 @@ class Calls:
                 interrupts.guard()
             waiting = self._report_wait(call) if self._worker.events.subscribers else None
             try:
-                self._reader.wait_for(call, timeout)
+                self.reader.wait_for(call, timeout)
             finally:
                 if waiting is not None:
                     waiting.end()
@@ -334,22 +301,6 @@ class Calls:
 
     def _report_wait(self, call: PendingCall) -> Span:
         return self._worker.events.span("wait", "call", call.id, call.peer, call.function)
-
-    def creation_of(self, entry: Held) -> Future:
-        """The future of a value's creation: done when that is known."""
-        future = Future(self._wait_for, self._log_later)
-        call = future.call = entry.creation
-        assert call is not None
-
-        def complete() -> None:
-            self._reader.wait_for(call, None)
-            if call.make_error is not None:
-                interruptible(future.fail, call.make_error, f"the creation of a value on worker {call.peer!r}")
-            else:
-                interruptible(future.set_result, None)
-
-        self._threads.submit(complete)
-        return future
 
     # -- in --------------------------------------------------------------------------------------------
 
@@ -373,16 +324,17 @@ class Calls:
         if future is None:
             if not call.caller_waits:
                 if call.profiled is not None:  # the answer says what the creation cost
-                    self._threads.submit(partial(self._open_answer, call))
+                    self.threads.submit(partial(self._open_answer, call))
                 else:
                     call.frames = None  # a creation's answer says nothing more, and its handle keeps the call
             call.done = True  # the caller, which waits, decodes the answer itself
             if call.wakes:
                 call.set_done()
-        elif may_run_callbacks or not future.has_callbacks:
+        elif may_run_callbacks or not (future.has_callbacks or (call.frames is not None and call.frames.arrived)):
+            # Else this thread, which may wait for another answer, would run callbacks, or wait for a peer's device.
             self._complete_future(call)
         else:
-            self._threads.submit(partial(self._complete_future, call))
+            self.threads.submit(partial(self._complete_future, call))
 
     def _complete_future(self, call: PendingCall) -> None:
         future = call.future
@@ -390,27 +342,38 @@ class Calls:
         thread = current.thread
         before = thread.critical
         try:
+            thread.used_devices.clear()
             value = self._open_answer(call)
+            if thread.used_devices:
+                self._on_devices(call, future)
             if not BaseFuture.done(future):  # else its user has completed it
                 thread.critical = 0  # callbacks are users' code
                 if call.make_error is None:
-                    if devices:
-                        future.succeed(value)
-                    else:
-                        BaseFuture.set_result(future, value)
+                    BaseFuture.set_result(future, value)
                 else:
                     future.fail(call.make_error, f"the call of {call.function} on worker {call.peer!r}")
-        except Exception as error:  # other calls are answered by this thread, too
+        except BaseException as error:  # other calls are answered by this thread, too; and it may be a Ctrl-C
             text = f"the future of a call on worker {call.peer!r} could not be completed: {text_of(error)}"
-            logger.warning("%s", text)
-            if not future.done():
+            thread.critical = max(before, 1)
+            if not BaseFuture.done(future):
                 future.fail(partial(RemoteError, text), f"the call of {call.function} on worker {call.peer!r}")
+            if not isinstance(error, Exception):
+                raise
+            logger.warning("%s", text)
         finally:
             thread.critical = before
             call.future = None  # the future refers to the call: a circle that only the collector would find
             call.done = True
             if call.wakes:
                 call.set_done()
+
+    def _on_devices(self, call: PendingCall, future: Future) -> None:
+        """An answer brings tensors on devices: a future that has none must not be done before they are there."""
+        if len(self._device_functions) < _MOST_NAMES:
+            self._device_functions.add(call.function)
+        if not future.has_devices:
+            for device in current.thread.used_devices:
+                blocking(torch.accelerator.current_stream(device).synchronize)
 
     def _open_answer(self, call: PendingCall) -> Any:
         """Decodes the answer: the value, or None with `make_error` set."""
@@ -444,7 +407,7 @@ class Calls:
     def _log_later(self, text: str) -> None:
         """Logs a text. From finalisers: takes no lock and does nothing itself."""
         self._to_log.append(text)
-        self._threads.submit_from_finaliser(self.log_notes)
+        self.threads.submit_from_finaliser(self.log_notes)
 
     def log_notes(self) -> None:
         while self._to_log:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+from torch import Tensor
 
 from ..errors import AddressError, ConnectError, NoRouteError, PeerLostError, UnknownWorkerError, VersionError
 from ..events import logger
@@ -194,6 +195,11 @@ class Peers:
     def connection_with(self, id: int) -> Connection | None:
         """The connection with a worker, if there is one."""
         return self._live.get(id)
+
+    def goes_by_lane(self, id: int, tensor: Tensor) -> bool:
+        """Whether a tensor goes to a worker by device memory, so that sending it takes no time."""
+        connection = self._live.get(id)
+        return connection is not None and (lane := connection.device_lane) is not None and lane.accepts(tensor)
 
     def _know(self, member: Member, *, by_name: bool) -> Peer:
         with self._lock:

@@ -107,6 +107,8 @@ class Server:
         try:
             call = self._worker.decode(envelope, message.frames)
         except DecodeError as error:
+            if isinstance(error.__cause__, TimeoutError | TransportError):
+                raise  # a tensor on the caller's device did not come
             raise DecodeError(
                 f"the call cannot be rebuilt there: {error}. The RPC pickler does not serialize what a module has: a "
                 "function and the classes of its arguments must be in modules that the callee can import (or in "

@@ -21,11 +21,15 @@ from ..primitives import clock, current
 from ..primitives.interrupts import run_all, uninstall
 from ..rendezvous.group import poll_until
 from ..rendezvous.store import Deadline
+from ..transport.device_board import janitor
 
 if TYPE_CHECKING:
     from ..worker import Worker
 
 _LEAST = 1.0  # seconds that the store has for an answer: the time limit of a shutdown is for the other workers
+
+
+_DEVICE_PATIENCE = 2.0  # seconds
 
 
 def close(worker: Worker, graceful: bool, timeout: float | None) -> None:
@@ -62,6 +66,7 @@ def _tear_down(worker: Worker) -> None:
     for connection in worker._peers.connections():
         worker._peers.drop(connection)
     worker.calls.log_notes()
+    janitor.wait(_DEVICE_PATIENCE)  # for copies that peers have queued: the memory must not end before them
     worker._lease.close()
     if all_ended:
         worker._poller.close()

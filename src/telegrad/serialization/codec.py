@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ..errors import DecodeError, EncodeError, RemoteError, RemoteTraceback, text_of
+from ..errors import DecodeError, EncodeError, RemoteError, RemoteTraceback, TransportError, text_of
 from ..messages import (
     COUNTER_BITS,
     Begin,
@@ -138,7 +138,7 @@ class Codec(Values):
         except BaseException as error:
             if message.placed and connection is not None and connection.device_lane is not None:
                 connection.device_lane.take_back(message.placed)
-            if isinstance(error, EncodeError):
+            if isinstance(error, EncodeError | TransportError):
                 raise
             if isinstance(error, UnmappedDeviceError):
                 kind = "Response" if envelope.kind == _REPLY else "Request"

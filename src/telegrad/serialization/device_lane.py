@@ -41,11 +41,11 @@ def put_on_lane(given: torch.Tensor, tensor: torch.Tensor, target: str | None, m
 def take_from_lane(number: int, target: str | None) -> torch.Tensor:
     """The bytes of a tensor in device memory, of the message that this thread unpickles, on the device that it is to
     arrive on; on the CPU, if there is no such device here."""
-    use_devices()
     frames = arriving().frames
     if frames is None or not 0 <= number < len(frames.arrived):
         raise DecodeError(f"tensor {number} of a message lies in device memory, and there is none")
     device = torch.device(target) if target is not None and have_device(target) else torch.device("cpu")
+    use_devices(device if device.type != "cpu" else None)
     found: torch.Tensor = frames.arrived[number].take(device, frames.deadline, _is_alive)
     return found
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..primitives import current
+from .._torch import extract_tensors
 
 
 class Handle:
@@ -15,8 +16,8 @@ class Handle:
     rebuild: Callable[[int, int], Any]  # (value, owner): what a pickle calls where it arrives
 
     def __reduce__(self) -> Any:
-        if current.thread.extracting:
-            return object, ()  # it has no tensors
+        if sys._getframe(1).f_code is extract_tensors.__code__:
+            return object, ()  # a future of torch's looks for tensors in its value, by pickling it: there are none here
         raise RuntimeError(
             "Can not pickle rref in python pickler, rref can only be pickled when using RPC: an RRef stands for a "
             "value that its owner keeps only as long as it knows who has one"

@@ -230,8 +230,8 @@ def rebuild(
             # In place. What view() makes in no_grad could not be changed in place where gradients are recorded.
             tensor.as_strided_(shape, stride)
     if device is not None and have_device(device):
-        use_devices()
         tensor = tensor.to(device)
+        use_devices(tensor.device)
     if flags:
         if flags & _NEG:
             set_neg(tensor, True)

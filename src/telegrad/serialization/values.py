@@ -104,6 +104,9 @@ class Values:
         tracked, message.tracked = message.tracked, None
         with DisableTorchFunctionSubclass():
             plain = [torch.Tensor._make_subclass(torch.Tensor, tensor, False) for tensor in tracked]
+        for tensor, same in zip(tracked, plain, strict=True) if message.put else ():
+            if id(tensor) in message.put:  # it lies in device memory already
+                message.put[id(same)] = same, message.put[id(tensor)][1]
         apart = self._pickle(plain, message, buffers, on_buffer)
         message.tracked = tracked
         return b"".join((_APART_HEAD.pack(_APART, ahead, len(apart)), apart, pickled)), buffers

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ConnectionClosedError, EncodeError, ProtocolError
+from ..errors import ConnectionClosedError, EncodeError, ProtocolError, text_of
 from ..events import logger
 from ..messages import Answer, Offer, Placed
 from ..primitives import clock
@@ -36,7 +36,7 @@ from .device_pool import DevicePool, Places
 
 MAGIC_BYTES = 32
 
-_PATIENCE = 10.0  # seconds for the copy of a magic to be done, and for a peer to close what it has opened of ours
+_PATIENCE = 10.0  # seconds for the copy of a magic to be done, and for a peer to read what came before the end
 _MOST_DEVICES = 64  # of one host
 
 
@@ -82,6 +82,10 @@ class DeviceLane:
         of_this_process.add(self)
 
     # -- the end that fills ----------------------------------------------------------------------------
+
+    def accepts(self, tensor: torch.Tensor) -> bool:
+        """Whether the peer takes tensors of this one's device by the lane."""
+        return self._cuda.device_of(tensor) in self._accepted
 
     def put(self, tensor: torch.Tensor, into: list[Placed]) -> bool:
         """Copies a tensor's elements, in their order, into device memory that the peer can open, and appends the place
@@ -282,9 +286,12 @@ class DeviceLane:
                     raise ValueError("the copy into the offered memory is not done after a while")
             except ConnectionClosedError:
                 return
-            except (CudaError, OSError, ValueError, ProtocolError) as error:
-                self._mappings.forget(offer.device)
-                self._says.append(Answer(offer.device, str(error)))
+            except Exception as error:
+                self._says.append(Answer(offer.device, text_of(error)))
+                try:
+                    self._mappings.forget(offer.device)
+                except CudaError as failed:
+                    logger.warning("what worker %r has offered was not closed: %s", self._peer, str(failed))
             else:
                 self._says.append(Answer(offer.device))
 
@@ -309,7 +316,7 @@ class DeviceLane:
     def _tidy(self) -> bool:
         """Gives memory back, on the janitor's thread; returns whether that is done for now."""
         try:
-            done = [pool.tidy(self._is_peer_gone) for pool in list(self._pools.values())]
+            done = [pool.tidy(self._is_peer_gone, self._opens_no_more) for pool in list(self._pools.values())]
             done.append(self._mappings.tidy())
             return all(done)
         except CudaError as error:  # which no call recovers from; the memory goes with the process
@@ -320,13 +327,15 @@ class DeviceLane:
             return True
 
     def _is_peer_gone(self) -> bool:
-        """Whether the peer has closed all that it had opened of ours, or will never."""
-        closed_at, places = self._closed_at, self._places
+        """Whether the peer has closed all that it had opened of ours, or has ended."""
+        places = self._places
         if places is not None and places.board.bytes[READER_CLOSED]:
             return True
-        if closed_at is None:
-            return False
-        return not os.path.exists(f"/proc/{self._peer_pid}") or clock.now() > closed_at + _PATIENCE
+        return self._closed_at is not None and not os.path.exists(f"/proc/{self._peer_pid}")
+
+    def _opens_no_more(self) -> bool:
+        """Whether the peer opens nothing of ours any more."""
+        return self._is_peer_gone() or (self._closed_at is not None and clock.now() > self._closed_at + _PATIENCE)
 
     def close(self) -> None:
         """Ends the lane with its connection: what is not taken is lost. Memory goes back as soon as our own copies are

@@ -23,6 +23,7 @@ import mmap
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from typing import Protocol
 
 from ..errors import text_of
 from ..events import logger
+from ..primitives import clock, current
+from ..primitives.interrupts import blocking
 from .shared_memory import _SEALS
 
 FREE, FILLED, ARRIVED, TAKEN, READ, DROPPED, CLOSED = range(7)
@@ -130,7 +133,14 @@ class Janitor:
                     return
                 self._thread = thread
 
+    def wait(self, timeout: float) -> None:
+        """Waits until there is nothing to do any more, or for so long."""
+        deadline = clock.now() + timeout
+        while self._thread is not None and clock.now() < deadline:
+            blocking(time.sleep, 2e-3)
+
     def _run(self) -> None:
+        current.thread.critical = 1  # a finaliser that runs in here must not make a call under a lock
         pause = 1e-3
         waker = threading.Event()  # which is never set
         while True:

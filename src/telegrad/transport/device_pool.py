@@ -280,7 +280,7 @@ class DevicePool:
         before = clock.now() - IDLE
         return bool(self._dropped) or any(segment.used_at <= before for segment in list(self._segments))
 
-    def tidy(self, is_peer_gone: Callable[[], bool]) -> bool:
+    def tidy(self, is_peer_gone: Callable[[], bool], opens_no_more: Callable[[], bool]) -> bool:
         """Drops what was not used for a while, and frees what was dropped, as soon as the peer has closed it; of a
         closed pool everything. On a thread that may wait. Returns whether it need not be called again soon."""
         with self._cuda.on(self.device):
@@ -293,7 +293,7 @@ class DevicePool:
                     self._segments.clear()
                 dropped = list(self._dropped)
             for segment in dropped:
-                if self._is_unused(segment.places, is_peer_gone):
+                if self._is_unused(segment.places, is_peer_gone, opens_no_more):
                     self._free(segment)
         if closed_at is None or not self._held:  # a thread that is about to allocate has reserved its bytes
             return True
@@ -304,15 +304,19 @@ class DevicePool:
             logger.warning("%d bytes of device memory stay allocated: a copy into them never ended", self._held)
         return True
 
-    def _is_unused(self, places: Iterable[Place], is_peer_gone: Callable[[], bool]) -> bool:
+    def _is_unused(
+        self, places: Iterable[Place], is_peer_gone: Callable[[], bool], opens_no_more: Callable[[], bool]
+    ) -> bool:
         states = self._board.bytes
         for place in places:
             state = states[place.id]
-            if place in self._filling or (place.announced and state != CLOSED and not is_peer_gone()):
+            if place in self._filling or (place.announced and state != CLOSED and not opens_no_more()):
                 return False
-            # A peer that says TAKEN has seen the end of our copy, and may have died before the end of its own.
-            # Else the event may be ours, also of a place that the peer has closed.
-            if state not in (TAKEN, READ) and not self._cuda.is_done(place.event):
+            if state in (TAKEN, READ) and is_peer_gone():
+                continue  # it has seen the end of our copy, and may have died before the end of its own
+            # The event is ours, also of a place that the peer has closed; or, of one that it has READ, the peer's,
+            # whose copy may be behind long work.
+            if state == TAKEN or not self._cuda.is_done(place.event):
                 return False
         return True
 

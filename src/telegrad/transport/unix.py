@@ -151,7 +151,7 @@ class UnixConnection(StreamConnection):
     # -- tensors on devices ----------------------------------------------------------------------------
 
     def open_device_lane(self) -> DeviceLane | None:
-        if self.device_lane is None and not self._closed_because:
+        if self.device_lane is None and not self._aborted:
             # Two threads may come here at once: the first one's stays.
             lane = DeviceLane(CUDA, self.peer.name, self.peer.pid, self._device_limit)
             self.__dict__.setdefault("device_lane", lane)

@@ -1,0 +1,94 @@
+"""Values that are created on another worker: calls whose results stay there. Handles to them are in references/."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..errors import CallTimeoutError, PeerLostError, text_of
+from ..events import logger
+from ..messages import Call
+from ..primitives.futures import Future
+from ..primitives.interrupts import in_finaliser, interruptible
+from ..references.entries import Entry, Held
+from .calls import Calls, To
+from .pending import PendingCall, effective_timeout
+
+if TYPE_CHECKING:
+    from ..worker import Worker
+
+
+class Creations:
+    """Makes the calls of one worker whose results become values."""
+
+    def __init__(self, worker: Worker, calls: Calls) -> None:
+        self._worker = worker
+        self._calls = calls
+        self._peers = calls.peers
+        self._threads = calls.threads
+
+    def create(self, to: To, body: Call, timeout: float | None) -> Entry:
+        """Has another worker create a value. The entry counts as a handle: this is called in a critical section, in
+        which it becomes one."""
+        peer = self._peers.known_peers.get(to) if isinstance(to, (str, int)) else None
+        if peer is None or peer.connection is None:
+            limit = effective_timeout(timeout, self._worker.options.rpc_timeout, None)
+            try:
+                peer, _ = self._calls.reach(to, limit)
+            except CallTimeoutError as error:
+                if not isinstance(error.__cause__, PeerLostError) or error.__cause__.worker_id < 0:
+                    raise
+                return self._late(error.__cause__.worker_id, limit, str(error))
+        entry = self._worker.references.new(peer.member.id)
+        try:
+            self._calls.start(entry.owner, body, timeout, None, entry)
+        except BaseException:
+            if isinstance(entry, Held) and entry.creation is not None:
+                self._worker.references.let_go(entry)  # it is handed over, and will be created there
+            else:
+                self._worker.references.forget(entry)
+            raise
+        return entry
+
+    def _late(self, owner: int, limit: float | None, text: str) -> Entry:
+        """An entry for a value whose owner could not be reached in time. As where the answer is late, the handle says
+        so when the value is asked for."""
+        entry = Held(self._worker.new_message_id(), owner)
+        entry.handles = 1
+        entry.creation = PendingCall(entry.id, "", self._peers.name_of(owner), limit, None)
+        self._calls.fail(entry.creation, partial(CallTimeoutError, text))
+        return entry
+
+    def create_later(self, to: To, body: Call, timeout: float | None) -> Entry:
+        """Creates a value for a finaliser that ran inside of telegrad's own code: another thread sends the message."""
+        peer = self._peers.known(to)
+        if peer is None:
+            raise in_finaliser(f"rpc.remote() to worker {to!r}, which is not known here yet,")
+        entry = self._worker.references.new(peer.member.id)
+
+        def send() -> None:
+            try:
+                self._calls.start(entry.owner, body, timeout, None, entry)
+            except Exception as error:
+                # As a text: a log handler that keeps its records must not keep the frames of the error.
+                logger.warning("worker %r: rpc.remote() in a finaliser failed: %s", self._worker.name, text_of(error))
+                self._worker.references.forget(entry)
+
+        self._threads.submit_from_finaliser(send)
+        return entry
+
+    def future_of(self, entry: Held) -> Future:
+        """The future of a value's creation: done when that is known."""
+        call = entry.creation
+        assert call is not None
+        future = self._calls.future_of(call)
+
+        def complete() -> None:
+            self._calls.reader.wait_for(call, None)
+            if call.make_error is not None:
+                interruptible(future.fail, call.make_error, f"the creation of a value on worker {call.peer!r}")
+            else:
+                interruptible(future.set_result, None)
+
+        self._threads.submit(complete)
+        return future
