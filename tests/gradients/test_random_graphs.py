@@ -5,6 +5,7 @@ More of them: scripts/random-graphs COUNT. One of them: scripts/random-graphs 1 
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections import Counter
@@ -24,6 +25,7 @@ from telegrad.gradients import engine_call
 
 GRAPHS = 5_000  # half of them by a process of their own
 BLOCK = 500
+PLAIN_GRAPHS = 500
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,18 @@ def test_equals_local_autograd(first: int, other_half: object) -> None:
     assert traits["graphs"] == BLOCK
     for trait in SHARES:
         assert traits[trait] >= 0.1 * BLOCK, trait
+
+
+@pytest.mark.parametrize("first", range(100_000, 100_000 + PLAIN_GRAPHS, PLAIN_GRAPHS // 2))
+def test_equals_local_autograd_in_plain_mode(first: int) -> None:
+    """Without contexts, by torch's own backward() and grad(). Nothing is left to the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        traits = check_graphs(range(first, first + PLAIN_GRAPHS // 2), plain=True)
+    finally:
+        gc.enable()
+    assert traits["graphs"] == PLAIN_GRAPHS // 2
 
 
 def test_equals_local_autograd_in_the_other_half(other_half: tuple[subprocess.Popen, Path]) -> None:
@@ -77,21 +91,22 @@ def party() -> Iterator[Party]:
         party.check_nothing_is_left()
 
 
-def test_reversed_waits_hang_or_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("plain", [False, True])
+def test_reversed_waits_hang_or_differ(monkeypatch: pytest.MonkeyPatch, plain: bool) -> None:
     """The check can fail: the order in which a worker waits for its gradients matters."""
     order = engine_call.wait_order
     monkeypatch.setattr(engine_call, "wait_order", lambda messages: order(messages)[::-1])
-    with Party(timeout=0.5) as party:
+    with Party(timeout=0.5, plain=plain) as party:
         for seed in range(300):
             program = make_program(Random(seed))
             traits: Counter[str] = Counter()
-            expected = run_locally(program, traits=traits)
+            expected = run_locally(program, traits=traits, plain=plain)
             actual = party.run(program, seed)
             if actual.error is not None and expected.error is None:
                 assert "timeout" in str(actual.error)
                 assert traits["hangs with the Waits reversed"], f"seed {seed}: {program}"
                 return
-            compare(expected, actual)
+            compare(expected, actual, program if plain else None)
     pytest.fail("none of 300 graphs minded the order of the Waits")
 
 

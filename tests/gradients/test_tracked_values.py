@@ -14,6 +14,7 @@ from named_leaves import assert_same, check, expected, gradients, here, leaf, th
 from torch import nn
 
 from telegrad import autograd, errors
+from telegrad.gradients.plain import untracked
 
 pytestmark = pytest.mark.usefixtures("module_cluster")
 
@@ -145,8 +146,9 @@ def test_a_tensor_that_is_there_twice_arrives_as_one_and_is_no_leaf():
     u = leaf("driver.u")
     with autograd.context():
         assert there("a", same_and_leaf, [u, {"x": u}]) == (True, False, True)
-    # Without a context it is a tensor like any other.
-    assert there("a", same_and_leaf, [u, {"x": u}]) == (True, True, True)
+    assert there("a", same_and_leaf, [u, {"x": u}]) == (True, False, True)
+    with untracked():
+        assert there("a", same_and_leaf, [u, {"x": u}]) == (True, True, True)
 
 
 def test_a_message_of_many_tensors_of_which_some_require_grad():

@@ -138,7 +138,10 @@ class Contexts:
         """
         sent = self.find_sent_anywhere(id)
         if sent is None:
-            raise GradientError(f"Could not find send function for autograd message id: {id}")
+            raise GradientError(
+                f"Could not find send function for autograd message id: {id} (its context has ended, or the worker "
+                "that it was sent to is gone)"
+            )
         return sent
 
     def find_sent_anywhere(self, id: int) -> Sent | None:

@@ -96,6 +96,9 @@ class Planner:
             pass  # it has ended; or something upstream was sent outside of contexts, and is not known here
         try:
             found = self._ask_for_closure(received)
+            for id in found:  # those of others they say themselves
+                if id >> COUNTER_BITS == self._id and self._contexts.find_sent_anywhere(id) is None:
+                    raise MissingEntryError(id)
             for entry in found.values() if not context.id else ():
                 if entry.context:
                     raise GradientError(

@@ -1,0 +1,160 @@
+"""Workers come and go, in plain mode: the seam, lost peers, messages that are never decoded, other settings."""
+
+# ruff: noqa: F811 (fixtures are imported)
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import pytest
+import torch
+from fault_fixtures import workers  # noqa: F401
+from fault_programs import PATIENCE
+
+import telegrad
+from telegrad import _torch, autograd, errors, rpc
+from telegrad.gradients.seam import PlainEngine
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(3, requires_grad=True)
+
+
+def wait_until_nothing_is_left(workers: dict[str, Any]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while left := {w.name: w.engine.statistics() for w in workers.values() if any(w.engine.statistics().values())}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.005)
+
+
+def test_the_seam_comes_and_goes_with_workers():
+    before = _torch.Variable._execution_engine
+    with telegrad.LocalCluster(["b"], transport="inproc"):
+        assert isinstance(_torch.Variable._execution_engine, PlainEngine)
+        with telegrad.LocalCluster(["c"], transport="inproc", driver="other"):
+            pass
+        assert isinstance(_torch.Variable._execution_engine, PlainEngine)
+    assert _torch.Variable._execution_engine is before
+
+
+def test_the_seam_below_another():
+    before = _torch.Variable._execution_engine
+
+    class Above(_torch.ImperativeEngine):
+        def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+            return below.run_backward(*args, **kwargs)
+
+    with telegrad.LocalCluster(["b"], transport="inproc"):
+        below = _torch.Variable._execution_engine
+        _torch.Variable._execution_engine = above = Above()
+        x = ones()
+        rpc.rpc_sync("b", torch.mul, args=(x, 3.0)).sum().backward()
+        assert torch.equal(x.grad, torch.full((3,), 3.0))  # type: ignore[arg-type]
+    assert _torch.Variable._execution_engine is above
+    ones().sum().backward()
+    with telegrad.LocalCluster(["b"], transport="inproc"):
+        x = ones()
+        rpc.rpc_sync("b", torch.mul, args=(x, 3.0)).sum().backward()
+        assert torch.equal(x.grad, torch.full((3,), 3.0))  # type: ignore[arg-type]
+    _torch.Variable._execution_engine = below
+    with telegrad.LocalCluster(["b"], transport="inproc"):
+        pass
+    assert _torch.Variable._execution_engine is before
+
+
+def test_with_plain_mode_off():
+    with telegrad.LocalCluster(["b"], transport="inproc", options=telegrad.Options(plain=False)):
+        assert not isinstance(_torch.Variable._execution_engine, PlainEngine)
+        found = rpc.rpc_sync("b", torch.mul, args=(ones(), 2))
+        assert found.is_leaf and found.requires_grad
+
+
+def test_a_callee_answers_as_its_caller_expects(workers):
+    """Whatever its own setting is."""
+    calls = workers["driver"].calls
+    plain, calls._plain = calls._plain, None
+    try:
+        assert rpc.rpc_sync("b", torch.mul, args=(ones(), 2)).is_leaf
+    finally:
+        calls._plain = plain
+    workers["b"].calls._plain = None
+    x = ones()
+    rpc.rpc_sync("b", torch.mul, args=(x, 2)).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
+
+
+def test_a_lost_worker(workers):
+    x = ones()
+    from_b, from_c = (rpc.rpc_sync(name, torch.mul, args=(x, 2)) for name in "bc")
+    workers["b"].close(graceful=False)
+    deadline = time.monotonic() + PATIENCE
+    while any(sent.to == workers["b"].id for sent in list(workers["driver"].contexts.plain.sends.values())):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    with pytest.raises(errors.GradientError, match="of whose graph it has nothing any more: it is gone"):
+        (from_b * from_c).sum().backward()
+    from_c.sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
+    del from_b, from_c
+    gc.collect()  # pytest keeps the error in a circle, and that has the two
+    wait_until_nothing_is_left({name: workers[name] for name in ("driver", "c")})
+
+
+class Undecodable:
+    def __reduce__(self) -> Any:
+        return raises, ()
+
+
+def raises() -> None:
+    raise ValueError("not here")
+
+
+def test_a_message_that_is_never_decoded(workers):
+    with pytest.raises(errors.DecodeError):
+        rpc.rpc_sync("b", print, args=([ones()], Undecodable()))
+    workers["b"]._server._closed = True
+    future = rpc.rpc_async("b", torch.neg, args=(ones(),), timeout=0.2)
+    with pytest.raises(errors.CallTimeoutError):
+        future.wait()
+    workers["b"]._server._closed = False
+    wait_until_nothing_is_left(workers)
+
+
+def test_a_worker_that_forgets_what_it_was_not_sent(workers):
+    """It is not believed."""
+    x = ones()
+    found = rpc.rpc_sync("b", torch.mul, args=(x, 2))
+    (id, *_) = workers["b"].contexts.plain.sends
+    assert workers["b"].contexts.plain.on_forgotten(workers["c"].id, [id, 17]) is None
+    found.sum().backward()
+    assert x.grad is not None
+
+
+def later(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(lambda gradient: time.sleep(1.0))
+    return y
+
+
+def test_a_pass_that_waits_for_too_long():
+    options = telegrad.Options(backward_timeout=0.2)
+    with telegrad.LocalCluster(["b"], transport="inproc", options=options):
+        with pytest.raises(errors.BackwardError, match=r"set timeout \(200 ms\)"):
+            rpc.rpc_sync("b", later, args=(ones(),)).sum().backward()
+        x = ones()
+        y = x * 2
+        y.register_hook(lambda gradient: time.sleep(0.5))  # it does not count what is computed here
+        (rpc.rpc_sync("b", torch.mul, args=(x, 2)) * y).sum().backward()
+        assert x.grad is not None
+
+
+def test_nothing_is_kept_of_what_is_over(workers):
+    for _ in range(50):
+        x = ones()
+        loss = rpc.rpc_sync("c", torch.mul, args=(rpc.rpc_sync("b", torch.mul, args=(x, 2)), 3)).sum()
+        loss.backward()
+    del loss
+    wait_until_nothing_is_left(workers)
+    assert not autograd.debug_info()["sends"]
