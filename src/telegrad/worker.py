@@ -226,7 +226,7 @@ class Worker:
             if self.events.subscribers:
                 report(self.events, "send", "failed", envelope, connection, detail=repr(error))
             raise
-        if context is not None and not self.attach.written(envelope, connection):
+        if context is not None and envelope.autograd and not self.attach.written(envelope, connection):
             self.engine.tell_released(connection.peer.id, context.id)
         if self.events.subscribers:
             report(self.events, "send", "complete", envelope, connection, nbytes)
