@@ -89,8 +89,7 @@ class Worker:
         self._reader = Reader(
             member.name, self._lease, self._pending, self._threads, self.events, self._peers.name_of,
             receive=self.receive, on_expired=self._on_expired, on_lost=self.on_lost, on_marked=self.recorder.on_read,
-            merge=self.attach.merge, arrive=self.references.incoming, forget=self.contexts.plain.on_forgotten,
-            on_control=self._on_control,
+            merge=self.attach.merge, arrive=self.references.incoming, on_control=self._on_control,
         )  # fmt: skip
         self._server = Server(self, self._codec, self._threads)
         self.calls = Calls(self, self._codec, self._peers, self._pending, self._reader, self._threads)

@@ -99,6 +99,7 @@ class Plain(Context):
     dead: deque[int] = msgspec.field(default_factory=deque)  # ids of received tensors whose Recv has died
     clearing: bool = False
     clear_soon: Task | None = None
+    submit: Callable[[Task], None] = lambda task: task()  # has another thread run it
     # Guarded by the lock:
     to_forget: dict[int, list[int]] = msgspec.field(default_factory=dict)  # by worker: the dead that it has sent
 
@@ -203,6 +204,7 @@ class Plain(Context):
 
     def start(self, host: Host) -> None:
         """Tells the senders of what has died, from now on."""
+        self.submit = host.submit
         self.clear_soon = host.later(_SOON, partial(self._clear, host))
 
     def _clear(self, host: Host) -> None:

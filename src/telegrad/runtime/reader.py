@@ -64,7 +64,6 @@ class Reader:
         on_lost: Callable[[Connection, str], None],
         merge: Callable[[Envelope, Connection], object],
         arrive: Callable[[Envelope, int], tuple[Any, Callable[[], None] | None]],
-        forget: Callable[[int, tuple[int, ...]], Callable[[], None] | None],
         on_control: Callable[[int, Envelope, Frames], Callable[[], None] | None],
         on_marked: Callable[[Envelope, Connection, Frames, float], None],
     ) -> None:
@@ -79,7 +78,6 @@ class Reader:
         self._on_lost = on_lost
         self._merge = merge
         self._arrive = arrive
-        self._forget = forget
         self._on_control = on_control
         self._on_marked = on_marked
         lease.on_readable = self.serve
@@ -166,7 +164,7 @@ class Reader:
             raise not_understood(frames.header)
         opened = time.perf_counter() if envelope.profiling is not None else 0.0
         call = deadline = task = undecoded = None
-        if envelope.autograd is not None:
+        if envelope.autograd is not None or envelope.forgotten:
             undecoded = self._merge(envelope, connection)
         if envelope.lent or envelope.creates or envelope.dropped:
             frames.keep, task = self._arrive(envelope, connection.peer.id)
@@ -174,8 +172,6 @@ class Reader:
                 self._threads.submit(task)
         if undecoded is not None:
             frames.keep = (frames.keep, undecoded)
-        if envelope.forgotten and (freeing := self._forget(connection.peer.id, envelope.forgotten)) is not None:
-            self._threads.submit(freeing)
         if envelope.placed or envelope.lane:
             lane = connection.open_device_lane()
             if lane is None:
