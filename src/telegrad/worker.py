@@ -185,8 +185,8 @@ class Worker:
             if type(body) in CONTROLS:
                 packed = Packed(b"", [encode_control(body)])
             else:
-                track = context is not None
-                packed = self._codec.pack(envelope, body, connection.peer, track=track, connection=connection)
+                how = (context is not None, context is plain)
+                packed = self._codec.pack(envelope, body, connection.peer, connection, *how)
             if (lane := connection.device_lane) is not None:
                 envelope.placed = tuple(packed.placed)
                 envelope.lane = lane.to_say()

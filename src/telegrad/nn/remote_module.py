@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import rpc
 from .._torch import parse_to
-from ..primitives import current
+from ..gradients.plain import untracked
 from ..primitives.current import current_worker
 from ..rref import RRef
 from ..serialization.handles import Handle
@@ -387,8 +387,5 @@ def _check_not_scripted(interface: Any) -> None:
 @contextlib.contextmanager
 def _outside_of_contexts() -> Iterator[None]:
     """Tensors that are sent meanwhile have no history."""
-    token = current.context_id.set(0)
-    try:
+    with untracked():
         yield
-    finally:
-        current.context_id.reset(token)

@@ -104,10 +104,17 @@ class Codec(Values):
     # -- encoding --------------------------------------------------------------------------------------
 
     def pack(
-        self, envelope: Envelope, body: Body, peer: Hello, *, track: bool = False, connection: Connection | None = None
+        self,
+        envelope: Envelope,
+        body: Body,
+        peer: Hello,
+        connection: Connection | None = None,
+        track: bool = False,
+        plain: bool = False,
     ) -> Packed:
-        """A body as bytes; with `track`, also the tensors in it that require grad. Only the kind, the id and the
-        device map of the envelope must be known by now. What is in CONTROLS needs none of this: see encode_control.
+        """A body as bytes; with `track`, also the tensors in it that require grad; `plain`: but for those in modules,
+        which are copies with leaves of their own. Only the kind, the id and the device map of the envelope must be
+        known by now. What is in CONTROLS needs none of this: see encode_control.
 
         Raises:
             EncodeError: something in the body cannot be pickled, or not tracked, or is on a device that no map names.
@@ -118,6 +125,8 @@ class Codec(Values):
         elif envelope.device_map is not None:
             targets = Targets(envelope.device_map)
         message = Outgoing(peer.id, peer.main == self._main, [] if track else None, targets, connection)
+        if plain:
+            message.in_modules = set()
         try:
             name, values, shape = b"", None, _FIELDS
             if type(body) is Call and (

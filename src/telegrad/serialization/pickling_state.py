@@ -33,6 +33,8 @@ class Outgoing(msgspec.Struct, eq=False):
     keep: list[Any] = []  # what the memory of tensors belongs to
     carried: list[Definition] | None = []  # None: it cannot carry any
     handles: list[Handle] | None = []  # None: it cannot carry any
+    # The addresses of tensors in modules, which are not tracked outside of contexts; None in one.
+    in_modules: set[int] | None = None
 
 
 class unpickling:

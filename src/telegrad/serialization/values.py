@@ -11,6 +11,7 @@ get their history, and then take their places among the values.
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import struct
 from collections.abc import Callable, Sequence
@@ -159,7 +160,10 @@ class Values:
             message.handles.append(obj)
             return obj.rebuild, (obj.entry.id, obj.entry.owner)
         if message.tracked is not None and isinstance(obj, torch.Tensor) and obj.requires_grad:
-            return reduce_tracked(obj, message.tracked)
+            if not message.in_modules or id(obj) not in message.in_modules:
+                return reduce_tracked(obj, message.tracked)
+        elif message.in_modules is not None and isinstance(obj, torch.nn.Module):
+            message.in_modules.update(map(id, itertools.chain(obj.parameters(), obj.buffers())))
         return _reduce_data(obj, message)
 
     # -- unpickling ------------------------------------------------------------------------------------
