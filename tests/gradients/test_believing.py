@@ -44,8 +44,12 @@ def lie(liar: Worker, to: Worker, kind: Kind, body: Any, *, envelope: Envelope |
 
 
 def warned(caplog: pytest.LogCaptureFixture, liar: Worker, what: str) -> None:
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert any(f"worker {liar.name!r} (id {liar.id}) has sent {what}" in text for text in said), said
+    text = f"worker {liar.name!r} (id {liar.id}) has sent {what}"
+
+    def is_there() -> bool:
+        return any(text in r.getMessage() for r in list(caplog.records) if r.levelno == logging.WARNING)
+
+    wait_until(is_there, text)  # a thread that has taken the task may still be at it
     caplog.clear()
 
 

@@ -154,8 +154,8 @@ class UnixConnection(StreamConnection):
         if self.device_lane is None and not self._aborted:
             # Two threads may come here at once: the first one's stays.
             lane = DeviceLane(CUDA, self.peer.name, self.peer.pid, self._device_limit)
-            self.__dict__.setdefault("device_lane", lane)
-            if self._aborted:
+            lane = self.__dict__.setdefault("device_lane", lane)
+            if self._aborted:  # meanwhile: abort() may not have seen it
                 lane.close()
         return self.device_lane
 
