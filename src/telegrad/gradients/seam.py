@@ -15,6 +15,7 @@ from .._torch import ImperativeEngine, Variable, is_batched, is_batched_by_autog
 from ..errors import GradientError
 from ..primitives import clock, current
 from ..primitives.interrupts import in_finaliser
+from ..primitives.untraced import untraced
 from .local_graph import Node, find_any_received
 from .plan import edge_of
 
@@ -35,6 +36,7 @@ class PlainEngine(ImperativeEngine):
         super().__init__()
         self.below = below  # what was there before, and is asked for all that is not ours
 
+    @untraced  # torch.compile must not look into what it runs
     def run_backward(
         self,
         tensors: Sequence[Any],

@@ -40,6 +40,7 @@ from typing import Any, TypeVar
 from ..errors import FinaliserError
 from . import clock
 from .current import thread
+from .untraced import untraced
 
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -192,7 +193,7 @@ def finaliser(function: Function) -> Function:
     """Marks a function that the interpreter calls when an object dies: an exception in it goes nowhere. So an interrupt
     that comes in it is put off, for a moment, by a thread that presses the keys again."""
     _finalisers.add(function.__code__)
-    return function
+    return untraced(function)  # it may run in the middle of what is compiled
 
 
 def _is_in_finaliser(frame: Any) -> bool:
