@@ -20,7 +20,8 @@ LAYERS = """
     demo
     compat
     profiler
-    nn optim
+    nn
+    optim
     cluster
     autograd
     rpc

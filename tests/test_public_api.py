@@ -60,8 +60,8 @@ PUBLIC_IN_RPC = {
     "rpc_sync",
     "shutdown",
 }
-PUBLIC_IN_OPTIM = {"DistributedOptimizer", "OptimizerError", "clip_grad_norm_"}
-PUBLIC_IN_NN = {"RemoteHook", "RemoteModule"}
+PUBLIC_IN_OPTIM = {"DistributedOptimizer", "GradScaler", "OptimizerError", "clip_grad_norm_"}
+PUBLIC_IN_NN = {"RemoteBuffer", "RemoteHook", "RemoteModule", "RemoteParameter", "utils"}
 PUBLIC_IN_PROFILER = {
     "Summary",
     "Trace",

@@ -199,26 +199,161 @@ def test_modes_travel():
         assert there() == (False, True)
 
 
-# -- parameters, as handles --------------------------------------------------------------------------------
+# -- parameters --------------------------------------------------------------------------------------------
 
 
-def test_parameters_are_handles():
+def test_parameters_stand_for_those_of_the_module():
     here, there = pair()
-    assert all(isinstance(rref, RRef) and rref.owner_name() == "a" for rref in there.parameters())
     for found, expected in [
         (there.named_parameters(), here.named_parameters()),
         (there.named_parameters("p", recurse=False), here.named_parameters("p", recurse=False)),
         (there.named_buffers(), here.named_buffers()),
+        (there.named_buffers("b", recurse=False), here.named_buffers("b", recurse=False)),
     ]:
         found, expected = dict(found), dict(expected)
         assert list(found) == list(expected)
-        for name, rref in found.items():
-            assert_equal(rref.to_here().detach(), expected[name].detach())
+        for name, tensor in found.items():
+            assert tensor.rref.owner_name() == "a"
+            assert isinstance(tensor, nn.Parameter) is isinstance(expected[name], nn.Parameter)
+            assert (tensor.shape, tensor.dtype, tensor.device) == (
+                expected[name].shape,
+                expected[name].dtype,
+                torch.device("cpu"),
+            )
+            assert tensor.requires_grad == expected[name].requires_grad
+            assert_equal(tensor.to_here().detach(), expected[name].detach())
     assert len(there.remote_parameters(recurse=False)) == 1
     assert len(list(there.buffers())) == 3
-    assert isinstance(there.remote_parameters()[0].to_here(), nn.Parameter)
-    with pytest.raises(TypeError, match="can only optimize Tensors"):
-        torch.optim.SGD(there.parameters())
+    handles = there.remote_parameters()
+    assert all(isinstance(rref, RRef) and rref.owner_name() == "a" for rref in handles)
+    assert isinstance(handles[0].to_here(), nn.Parameter)
+    assert sum(p.numel() for p in there.parameters()) == sum(p.numel() for p in here.parameters())
+    assert repr(next(there.parameters())) == "RemoteParameter((4,), dtype=torch.float32, on='a')"
+    assert "scale" not in dir(there)
+    with pytest.raises(AttributeError):
+        _ = there.scale
+
+
+def test_a_parameter_is_one_object():
+    """Programs compare the ids of parameters, and put them into sets."""
+    there = RemoteModule("a", Net)
+    before = list(map(id, there.parameters()))
+    there.double().requires_grad_(False)
+    assert list(map(id, there.parameters())) == before
+    assert all(p.dtype == torch.float64 and not p.requires_grad for p in there.parameters())
+    same = RemoteModule.init_from_module_rref("a", there.module_rref)
+    assert list(map(id, same.parameters())) == before
+    both = nn.ModuleList([there, same])
+    assert len(list(both.parameters())) == 5
+    assert len(list(both.named_parameters(remove_duplicate=False))) == 10
+    there.load_state_dict(Net().state_dict(), assign=True)
+    assert not {*before} & {*map(id, there.parameters())}, "those that were replaced"
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+
+def test_tied_and_lazy_parameters():
+    there = RemoteModule("a", Tied)
+    assert [name for name, _ in there.named_parameters()] == ["first.weight", "first.bias", "second.bias"]
+    named = dict(there.named_parameters(remove_duplicate=False))
+    assert named["first.weight"] is named["second.weight"]
+    lazy = RemoteModule("b", nn.LazyLinear, (2,))
+    weight = next(lazy.parameters())
+    assert weight.shape == (0,)
+    lazy(x(False))
+    assert next(lazy.parameters()) is weight
+    assert weight.shape == (2, 4)
+
+
+class Around(nn.Module):
+    """A module that has a RemoteModule among its parts, and is remote itself."""
+
+    def __init__(self, inner: RemoteModule) -> None:
+        super().__init__()
+        self.own = nn.Linear(4, 4)
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.own(x))
+
+
+def test_a_remote_module_in_a_remote_module():
+    inner = RemoteModule("b", nn.Linear, (4, 2))
+    outer = RemoteModule("a", Around, (inner,))
+    named = dict(outer.named_parameters())
+    assert {name: p.rref.owner_name() for name, p in named.items()} == {
+        "own.weight": "a",
+        "own.bias": "a",
+        "inner.weight": "b",
+        "inner.bias": "b",
+    }
+    assert named["inner.weight"] is next(inner.parameters())
+    assert len(list(nn.ModuleList([outer, inner]).parameters())) == 4
+    outer.requires_grad_(False)
+    assert not ask(inner, "weight.requires_grad")
+    back = RemoteModule("a", Around, (RemoteModule("driver", nn.Linear, (4, 2)),))
+    assert type(dict(back.named_parameters())["inner.weight"]) is nn.Parameter, "it is here"
+
+
+def test_what_parameters_refuse():
+    there = RemoteModule("a", nn.Linear, (4, 2))
+    there(x(False)).sum().backward()
+    weight, bias = there.parameters()
+    gradient = weight.grad
+    assert repr(gradient) == "RemoteGradient((2, 4), dtype=torch.float32, on='a')"
+    assert_equal(gradient.to_here(), ask(there, "weight.grad"))
+    for refused in (
+        lambda: torch.optim.AdamW(there.parameters()),
+        lambda: nn.utils.clip_grad_norm_(there.parameters(), 1.0),
+        lambda: nn.utils.clip_grad_value_(there.parameters(), 1.0),
+        lambda: nn.utils.get_total_norm([p.grad for p in there.parameters()]),
+        lambda: nn.utils.parameters_to_vector(there.parameters()),
+        lambda: nn.init.zeros_(weight),
+        lambda: weight.data,
+        lambda: weight.detach(),
+        lambda: weight.mul_(2),
+        lambda: weight + 1,
+        lambda: weight[0],
+        lambda: torch.ones(2, 4).copy_(weight),
+        lambda: torch.nn.functional.linear(x(False), weight, bias),
+        lambda: torch.autograd.grad(there(x(False)).sum(), [weight]),
+        lambda: setattr(weight, "grad", torch.ones(2, 4)),
+        lambda: setattr(weight, "data", torch.ones(2, 4)),
+        lambda: weight.register_post_accumulate_grad_hook(print),
+        lambda: copy.deepcopy(weight),
+        lambda: pickle.dumps(weight),
+        lambda: torch.save(weight, io.BytesIO()),
+        lambda: gradient.mul_(2),
+        lambda: gradient.norm(),
+        lambda: torch._foreach_mul_([torch.ones(2), gradient], 0.5),
+    ):
+        with pytest.raises(RuntimeError, match="refused for Remote.* on='a'.*telegrad.nn.utils.clip_grad_norm_"):
+            refused()
+    with pytest.raises(errors.EncodeError, match="refused for RemoteGradient"):
+        rpc.rpc_sync("b", type, args=(gradient,))
+    assert rpc.rpc_sync("b", type, args=(weight,)) is RRef
+    assert rpc.rpc_sync("b", weights_sum, args=(weight, {"also": [weight]})) == ask(there, "weight").sum().item()
+    weight.grad = None
+    assert weight.grad is None
+    with pytest.raises(RuntimeError, match="has no gradient any more"):
+        gradient.to_here()
+
+
+def weights_sum(rref: RRef[Any], others: dict[str, Any]) -> float:
+    assert str(others["also"][0]) == str(rref)
+    return rref.to_here().sum().item()
+
+
+def test_the_values_of_a_parameter_are_differentiable():
+    there = RemoteModule("a", nn.Linear, (4, 2))
+    sum(p.to_here().square().sum() for p in there.parameters()).backward()
+    assert_equal(ask(there, "weight.grad"), 2 * ask(there, "weight").detach())
 
 
 def test_it_is_trained():
@@ -328,9 +463,10 @@ def test_in_a_sequential():
                 assert_equal(gradient, expected.grad)
 
 
-def test_a_sequential_sees_what_it_can():
+def test_a_sequential_reaches_them():
     here, there = chain(False), chain(True)
-    assert [name for name, _ in there.named_parameters()] == ["0.weight", "0.bias"]
+    assert [name for name, _ in there.named_parameters()] == [name for name, _ in here.named_parameters()]
+    assert [name for name, _ in there.named_buffers()] == [name for name, _ in here.named_buffers()]
     found, expected = there.state_dict(), here.state_dict()
     assert list(found) == list(expected)
     assert found._metadata == expected._metadata
@@ -348,6 +484,20 @@ def test_a_sequential_sees_what_it_can():
     there.apply(fill)
     assert all(bool((v == 1).all()) for n, v in there.state_dict().items() if n.endswith("first.weight"))
     assert sum(isinstance(m, RemoteModule) for m in there.modules()) == 2
+    there.float()
+    there(x(False)).sum().backward()
+    assert ask(there[1], "scale.grad") is not None and there[0].weight.grad is not None
+    there.zero_grad()
+    assert all(p.grad is None for p in there.parameters())
+    assert ask(there[3], "scale.grad") is None
+    there.requires_grad_(False)
+    assert not ask(there[1], "scale.requires_grad")
+    for p in there[1].parameters():
+        p.requires_grad = True
+    assert ask(there[1], "scale.requires_grad") and not ask(there[3], "scale.requires_grad")
+    assert repr(there).count("RemoteModule(on=") == 2
+    with pytest.raises(RuntimeError, match="RemoteModule can only be pickled when using RPC"):
+        copy.deepcopy(there)
 
 
 def fill(module: nn.Module) -> None:

@@ -779,10 +779,11 @@ def test_bad_input():
     there = There()
     with pytest.raises(ValueError, match="empty parameter list"):
         DistributedOptimizer(optim.SGD, [], lr=0.1)
-    with pytest.raises(TypeError, match="parameters must be RRefs; number 1 is a Parameter"):
-        DistributedOptimizer(optim.SGD, [there.params[0], nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(TypeError, match="a list of RRefs or of dicts, not as a RRef"):
-        DistributedOptimizer(optim.SGD, there.params[0], lr=0.1)
+    with pytest.raises(TypeError, match="parameters must be tensors of this process, RRefs, .* number 1 is a int"):
+        DistributedOptimizer(optim.SGD, [there.params[0], 3], lr=0.1)
+    for one in (there.params[0], nn.Parameter(torch.ones(1))):
+        with pytest.raises(TypeError, match="a list, or as a list of dicts, not as a"):
+            DistributedOptimizer(optim.SGD, one, lr=0.1)
     with pytest.raises(ValueError, match="a parameter group needs 'params'"):
         DistributedOptimizer(optim.SGD, [{"lr": 0.1}], lr=0.1)
     for wrong in (dict, torch.nn.Linear, "SGD", optim.SGD([torch.ones(1)]), lambda params: None):
@@ -821,8 +822,10 @@ def test_a_context_that_is_gone():
         optimizer.step(12345)
     with pytest.raises(errors.UnknownContextError):
         clip_grad_norm_(context_id, there.params, 1.0)
-    with pytest.raises(TypeError, match="the id of an autograd context, not a function"):
-        optimizer.step(lambda: 1.0)
+    with pytest.raises(TypeError, match="the id of an autograd context, not a str"):
+        optimizer.step("1")
+    with pytest.raises(TypeError, match="not a list; for gradients in `.grad` there is telegrad.nn.utils"):
+        clip_grad_norm_(there.params, 1.0, 2.0)
 
 
 def test_a_dead_owner(server):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.remote_module import RemoteModule
+from ..optim.remote_tensor import RemoteParameter
 from ..rpc import RRef
 from .text import CHARACTERS
 
@@ -75,11 +76,8 @@ class Transformer(nn.Module):
 
     def handles(self) -> dict[str, RRef[nn.Parameter]]:
         """A handle to each parameter by its name, wherever it is."""
-        found = {name: RRef(parameter) for name, parameter in self.named_parameters()}  # of this process
-        for name, part in self.named_children():
-            if isinstance(part, RemoteModule):
-                found.update({f"{name}.{inner}": handle for inner, handle in part.named_parameters()})
-        return found
+        found = dict(self.named_parameters())
+        return {name: p.rref if isinstance(p, RemoteParameter) else RRef(p) for name, p in found.items()}
 
 
 def triples_of(text: Tensor) -> Tensor:

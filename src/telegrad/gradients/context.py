@@ -72,6 +72,7 @@ class Context(msgspec.Struct, eq=False, weakref=True):
         default_factory=set
     )  # ids of the workers that sent it here, and will tell of its end
     gradients: GradientTable = msgspec.field(default_factory=GradientTable)
+    went_into_grad: bool = False  # a pass has put its gradients into `.grad`
     failed: PartState | None = None  # what the last pass awaited here, if it failed; numbers only
 
     @property

@@ -228,6 +228,13 @@ def _own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:
 # Two threads must never touch one leaf's `.grad` at the same time: not even to read it is safe in torch. Held for a
 # moment only. Reentrant: a finaliser may run in it.
 _touching_grad = threading.RLock()
+
+
+def touching_grad() -> threading.RLock:
+    """Returns the lock under which `.grad` of leaves is read and set."""
+    return _touching_grad
+
+
 _LONGEST_TURN = 60.0  # seconds
 
 

@@ -292,6 +292,7 @@ class Parts:
             with local.committing:
                 gradients, local.gradients = local.gradients, None
                 if gradients is not None and begin.into_grad:
+                    context.went_into_grad = True
                     gradients.add_to_leaves()
                 elif gradients is not None:
                     with context.lock:

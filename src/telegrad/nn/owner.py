@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import tree_leaves, tree_map
+from ..optim.remote_tensor import Key, Row, to_rows
 from ..rref import RRef, value_here
 
 Hook = Callable[..., Any]
-Named = list[tuple[str, RRef[Any]]]
 
 
 def create(module_cls: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> nn.Module:
@@ -69,8 +69,8 @@ def run(id: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     getattr(value_here(id), method)(*args, **kwargs)
 
 
-def members(id: int, which: str, asked: dict[str, Any]) -> Named:
-    return [(name, RRef(value)) for name, value in getattr(value_here(id), which)(**asked)]
+def members(id: int, which: str, known: list[Key]) -> list[Row]:
+    return list(to_rows(getattr(value_here(id), which)(remove_duplicate=False), known))
 
 
 def state_dict(id: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -3,14 +3,14 @@
     layer = RemoteModule("worker/cuda:0", nn.Linear, (20, 30))
     model = nn.Sequential(nn.Linear(10, 20), layer)
 
-It has no parameters of its own: an RRef to the module is all that it holds. Inside an autograd context gradients flow
-through its calls, as through any other.
+It has no parameters of its own: an RRef to the module is what it holds, and objects that stand for the parameters
+(optim/remote_tensor.py). Gradients flow through its calls, as through any other.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from .. import rpc
 from .._torch import parse_to
 from ..gradients.plain import untracked
+from ..optim.remote_tensor import RemoteBuffer, RemoteParameter, from_rows, keys_known
 from ..primitives.current import current_worker
 from ..rref import RRef
 from ..serialization.handles import Handle
 from . import owner as remote
-from .owner import Hook, Named
+from .owner import Hook
 
 __all__ = ["RemoteHook", "RemoteModule"]
 
@@ -56,9 +57,9 @@ class RemoteModule(nn.Module):
     The module is made while the program goes on; an error in that shows on use. It can be sent to other workers, where
     it stands for the same module; attributes of the object here, such as hooks, do not go along.
 
-    `parameters()` and the like give RRefs, for a DistributedOptimizer. Of the methods of a module that it is in, such
-    as nn.Sequential, these reach it: `state_dict`, `load_state_dict`, `train`, `eval`, `apply`, and changes of dtype.
-    These do not: `parameters`, `zero_grad`, `requires_grad_`. `to(device)` leaves it where it is.
+    `parameters()` and the like give RemoteParameters, for a DistributedOptimizer; of a worker's own module the
+    parameters themselves. All methods of a module that it is in, such as nn.Sequential, reach it; only `to(device)` of
+    that leaves it where it is.
 
     Raises:
         TypeError, ValueError, RuntimeError: an argument is not what is needed.
@@ -153,37 +154,58 @@ class RemoteModule(nn.Module):
         """A handle to the module."""
         return self.module_rref
 
-    # -- parameters and buffers, as handles ------------------------------------------------------------
+    # -- parameters and buffers: a module around it finds them here, too ---------------------------------
+
+    def _members(self, which: str, cls: type[Any]) -> dict[str, Any]:
+        """Asks the owner, each time: they may have been replaced there."""
+        try:
+            found = dict(from_rows(cls, self._call(remote.members, which, keys_known())))
+        except AttributeError as error:  # Python would say that there is no such property
+            raise RuntimeError(f"on worker {self.module_rref.owner_name()!r}: {error}") from error
+        # Kept, since programs compare the ids of parameters.
+        self.__dict__[f"_{which}_kept"] = list(found.values())
+        return found
+
+    @property
+    def _parameters(self) -> Any:
+        return self._members("named_parameters", RemoteParameter)
+
+    @_parameters.setter
+    def _parameters(self, value: Any) -> None:
+        self.__dict__["_parameters"] = value  # of this object itself: none, ever
+
+    @property
+    def _buffers(self) -> Any:
+        return self._members("named_buffers", RemoteBuffer)
+
+    @_buffers.setter
+    def _buffers(self, value: Any) -> None:
+        self.__dict__["_buffers"] = value
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Its parameters, with their names: a RemoteParameter for each."""
+        start = len(prefix) + bool(prefix)
+        for name, parameter in super().named_parameters(prefix, True, remove_duplicate):
+            if recurse or "." not in name[start:]:
+                yield name, parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Its buffers, with their names: a RemoteBuffer for each."""
+        start = len(prefix) + bool(prefix)
+        for name, buffer in super().named_buffers(prefix, True, remove_duplicate):
+            if recurse or "." not in name[start:]:
+                yield name, buffer
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
         """Handles to the parameters."""
-        return [rref for _, rref in self._members("named_parameters", recurse=recurse)]
+        return [p.rref if isinstance(p, RemoteParameter) else RRef(p) for p in self.parameters(recurse)]
 
-    def parameters(self, recurse: bool = True) -> Iterator[RRef[nn.Parameter]]:  # type: ignore[override]
-        """Handles to the parameters."""
-        return iter(self.remote_parameters(recurse))
-
-    def named_parameters(  # type: ignore[override]
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
-        """Handles to the parameters, with their names."""
-        return iter(
-            self._members("named_parameters", prefix=prefix, recurse=recurse, remove_duplicate=remove_duplicate)
-        )
-
-    def buffers(self, recurse: bool = True) -> Iterator[RRef[torch.Tensor]]:  # type: ignore[override]
-        """Handles to the buffers."""
-        return (rref for _, rref in self.named_buffers(recurse=recurse))
-
-    def named_buffers(  # type: ignore[override]
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, RRef[torch.Tensor]]]:
-        """Handles to the buffers, with their names."""
-        return iter(self._members("named_buffers", prefix=prefix, recurse=recurse, remove_duplicate=remove_duplicate))
-
-    def _members(self, which: str, **asked: Any) -> Named:
-        found: Named = self._call(remote.members, which, asked)
-        return found
+    def __dir__(self) -> Iterable[str]:
+        return object.__dir__(self)  # nn.Module's asks for the parameters
 
     # -- state: nn.Module's own state_dict() and load_state_dict() call these, also those of a module around ----
 
@@ -267,7 +289,7 @@ class RemoteModule(nn.Module):
         return self._there("requires_grad_", requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears `.grad` of its parameters. Gradients of contexts are not there."""
+        """Clears `.grad` of its parameters, with one message. Gradients of contexts are not there."""
         self._there("zero_grad", set_to_none)
 
     # -- hooks there; nn.Module's own register_*_hook() make hooks of this object, which run here --------

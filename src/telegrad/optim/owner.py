@@ -1,8 +1,8 @@
 """An owner's part of a DistributedOptimizer: one of torch's optimizers, on parameters of this worker.
 
-create             makes a _LocalOptimizer, which the caller has a handle to
-step, state_dict   and the like: a message for the _LocalOptimizer of a handle
-norms, scale       the gradients of a context, for clip_grad_norm_
+create               makes a LocalOptimizer, which the caller has a handle to
+step, state_dict     and the like: a message for the LocalOptimizer of a handle
+norms, scale, clamp  the gradients in `.grad` or of a context, for the functions that clip
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import autograd
-from ..errors import CallTimeoutError
+from ..errors import CallTimeoutError, GradientError
+from ..gradients.leaves import touching_grad
 from ..primitives import clock, current
 from ..primitives.current import current_worker
 from ..rref import RRef, value_here
@@ -34,12 +35,12 @@ _stepping: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
 _making_locks = threading.Lock()
 
 # Note [twins]
-# torch's optimizers take gradients from `.grad`. But `.grad` of a parameter is for programs that run backward on this
-# worker, and that may be at any time. So an optimizer has a twin of each parameter: another tensor on the same memory,
-# with the same version counter, and a `.grad` of its own.
+# torch's optimizers take gradients from `.grad`. But those of a context are not there, and `.grad` of a parameter may
+# change at any time: other trainers run backward. So an optimizer has a twin of each parameter: another tensor on the
+# same memory, with the same version counter, and a `.grad` of its own.
 
 
-class _LocalOptimizer:
+class LocalOptimizer:
     """The optimizer of one DistributedOptimizer on one owner. The worker's lock guards it: see _alone."""
 
     def __init__(
@@ -117,18 +118,19 @@ class _LocalOptimizer:
             group["params"] = [new if twin is old else twin for twin in group["params"]]
 
     def zero_grad(self, set_to_none: bool) -> None:
-        for param in self._params:
-            if param.grad is None or set_to_none:
-                param.grad = None
-            else:
-                param.grad = torch.zeros_like(param.grad)
+        with touching_grad():
+            for param in self._params:
+                if param.grad is None or set_to_none:
+                    param.grad = None
+                else:
+                    param.grad = torch.zeros_like(param.grad)
 
 
 @contextlib.contextmanager
-def _alone(id: int, version: int, news: News | None) -> Iterator[_LocalOptimizer]:
+def _alone(id: int, version: int, news: News | None) -> Iterator[LocalOptimizer]:
     """The optimizer of that handle, with the options that the caller has changed. While it is entered no other
     optimizer of this worker steps."""
-    local: _LocalOptimizer = value_here(id)
+    local: LocalOptimizer = value_here(id)
     with _making_locks:
         lock = _stepping.setdefault(current_worker(), threading.Lock())
     if not lock.acquire(blocking=False):
@@ -192,20 +194,39 @@ def _is_open(group: Options) -> bool:
 
 def create(
     cls: type[Optimizer], groups: list[tuple[Options, list[Any]]], is_plain: bool, args: Any, kwargs: Any
-) -> tuple[RRef[_LocalOptimizer], Options, list[Options]]:
-    local = _LocalOptimizer(cls, groups, is_plain, args, kwargs)
+) -> tuple[RRef[LocalOptimizer], Options, list[Options]]:
+    local = LocalOptimizer(cls, groups, is_plain, args, kwargs)
     return RRef(local), local.optimizer.defaults, local.options()
 
 
-def step(id: int, version: int, news: News | None, context_id: int) -> None:
+def step(id: int, version: int, news: News | None, context_id: int | None) -> None:
     params = value_here(id).params
-    worker = current_worker()
-    gradients: list[torch.Tensor | None] = [None] * len(params)
-    if worker.contexts.find(context_id) is not None or worker.contexts.was_released(context_id):
-        # Before the lock: this may wait for the end of a pass.
-        gradients = worker.engine.gradients_of(context_id, params)
+    gradients: list[torch.Tensor | None] = []
+    if context_id is None:
+        _settle()
+    else:  # before the lock: this may wait for the end of a pass
+        gradients = _in_context(context_id, params)
     with _alone(id, version, news) as local:
+        if context_id is None:
+            gradients = _grads(params)
         local.step(gradients)
+
+
+@torch.no_grad()
+def unscale(id: int, version: int, news: News | None, factor: torch.Tensor, allow_fp16: bool) -> bool:
+    """Returns whether all gradients are finite."""
+    _settle()
+    finite: list[torch.Tensor] = []
+    with _alone(id, version, news) as local:
+        for gradient in _grads(local.params):
+            if gradient is None:
+                continue
+            if gradient.dtype is torch.float16 and not allow_fp16:
+                raise ValueError("Attempting to unscale FP16 gradients.")
+            values = _values(gradient)
+            finite.append(torch.isfinite(values).all())
+            values.mul_(factor.to(values.device))
+    return all(bool(flag) for flag in finite)
 
 
 def zero_grad(id: int, version: int, news: News | None, set_to_none: bool) -> None:
@@ -226,20 +247,54 @@ def load_state_dict(id: int, version: int, news: News | None, state: dict[Any, A
         local.optimizer.load_state_dict({"state": state, "param_groups": new})
 
 
-def _gradients(context_id: int) -> Mapping[torch.Tensor, torch.Tensor]:
-    """The context's gradients. None, if no message of it has come: its forward did not go through this worker."""
-    contexts = current_worker().contexts
-    if contexts.find(context_id) is None and not contexts.was_released(context_id):
-        return {}
-    return autograd.get_gradients(context_id)
+# -- gradients ---------------------------------------------------------------------------------------------
+
+
+def _settle() -> None:
+    """Waits for the last word on plain passes that are done here: it may come later than a call of a third worker."""
+    worker = current_worker()
+    if worker.engine.parts.passes:
+        worker.engine.parts.settle(worker.contexts.plain)
+
+
+def _in_context(context_id: int, params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Returns the gradients of parameters in a context. None, if no message of it has come: its forward did not go
+    through this worker."""
+    worker = current_worker()
+    if worker.contexts.find(context_id) is None and not worker.contexts.was_released(context_id):
+        return [None] * len(params)
+    gradients: list[torch.Tensor | None] = worker.engine.gradients_of(context_id, params)
+    if worker.contexts.get(context_id).went_into_grad and all(gradient is None for gradient in gradients):
+        raise GradientError(
+            f"the backward pass of context {context_id} has put its gradients into `.grad` on worker {worker.name!r} "
+            "(into='grad'), and the context has none: leave out the context's id, and call zero_grad() after the step"
+        )
+    return gradients
+
+
+def _grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    with touching_grad():
+        return [param.grad for param in params]
+
+
+def _gradients(context_id: int | None, rrefs: Iterable[RRef[Any]]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Returns the parameters, and their gradients in a context or in `.grad`."""
+    params = [_parameter(rref) for rref in rrefs]
+    if context_id is None:
+        _settle()
+        return [*zip(params, _grads(params), strict=True)]
+    return [*zip(params, _in_context(context_id, params), strict=True)]
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns what is to be changed in place."""
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 @torch.no_grad()
-def norms(context_id: int, rrefs: list[RRef[Any]], norm_type: float) -> list[torch.Tensor | None]:
-    gradients = _gradients(context_id)
+def norms(context_id: int | None, rrefs: list[RRef[Any]], norm_type: float) -> list[torch.Tensor | None]:
     norms: list[torch.Tensor | None] = []
-    for rref in rrefs:
-        gradient = gradients.get(_parameter(rref))
+    for _, gradient in _gradients(context_id, rrefs):
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.coalesce().values()
         norms.append(None if gradient is None else torch.linalg.vector_norm(gradient, norm_type).cpu())
@@ -247,9 +302,18 @@ def norms(context_id: int, rrefs: list[RRef[Any]], norm_type: float) -> list[tor
 
 
 @torch.no_grad()
-def scale(context_id: int, rrefs: list[RRef[Any]], factor: torch.Tensor) -> None:
-    gradients = _gradients(context_id)
-    for rref in rrefs:
-        if (param := _parameter(rref)) in gradients:
-            # Not in place: others may hold it.
+def scale(context_id: int | None, rrefs: list[RRef[Any]], factor: torch.Tensor) -> None:
+    for param, gradient in _gradients(context_id, rrefs):
+        if gradient is None:
+            continue
+        if context_id is None:
+            _values(gradient).mul_(factor.to(gradient.device))
+        else:  # Not in place: others may hold it.
             autograd.update_gradient(context_id, param, lambda g: g * factor.to(g.device))
+
+
+@torch.no_grad()
+def clamp(rrefs: list[RRef[Any]], limit: float) -> None:
+    for _, gradient in _gradients(None, rrefs):
+        if gradient is not None:
+            gradient.clamp_(-limit, limit)

@@ -11,7 +11,6 @@ get their history, and then take their places among the values.
 from __future__ import annotations
 
 import io
-import itertools
 import pickle
 import struct
 from collections.abc import Callable, Sequence
@@ -163,7 +162,9 @@ class Values:
             if not message.in_modules or id(obj) not in message.in_modules:
                 return reduce_tracked(obj, message.tracked)
         elif message.in_modules is not None and isinstance(obj, torch.nn.Module):
-            message.in_modules.update(map(id, itertools.chain(obj.parameters(), obj.buffers())))
+            for part in obj.modules():  # not parameters(): a RemoteModule asks its worker for them
+                for members in (vars(part).get("_parameters"), vars(part).get("_buffers")):
+                    message.in_modules.update(map(id, members.values() if members else ()))
         return _reduce_data(obj, message)
 
     # -- unpickling ------------------------------------------------------------------------------------

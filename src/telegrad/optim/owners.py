@@ -1,0 +1,110 @@
+"""Who has the parameters that an optimizer, or a function that clips, is given; and one call to each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import rpc
+from ..errors import OptimizerError, TelegradError
+from ..rref import RRef
+from .remote_tensor import RemoteTensor
+
+
+@dataclass
+class Owner:
+    """A worker that has parameters."""
+
+    id: int
+    name: str
+    places_by_group: dict[int, list[int]]  # of its parameters, among all; by the number of their group
+    handle: RRef[Any] | None = None  # to its LocalOptimizer
+    version: int = 0  # of the options that it has
+
+    @property
+    def groups(self) -> list[int]:
+        return list(self.places_by_group)
+
+    @property
+    def places(self) -> list[int]:
+        return [place for places in self.places_by_group.values() for place in places]
+
+
+def groups_of(given: Any) -> tuple[list[dict[str, Any]], bool]:
+    """Returns groups, each with a list of "params"; and whether they were given as one plain list."""
+    if isinstance(given, torch.Tensor | RRef | Mapping | str):
+        raise TypeError(f"parameters are given as a list, or as a list of dicts, not as a {type(given).__name__}")
+    items = list(given)
+    if not items:
+        raise ValueError("optimizer got an empty parameter list")
+    is_plain = not isinstance(items[0], dict)
+    groups = [{"params": items}] if is_plain else [dict(item) for item in items]
+    for group in groups:
+        if "params" not in group:
+            raise ValueError(f"a parameter group needs 'params'; this one has {sorted(group)}")
+        params = group["params"]
+        params = [params] if isinstance(params, RRef | torch.Tensor) else list(params)
+        named = [item for item in params if isinstance(item, tuple)]
+        if named:
+            if len(named) != len(params):
+                raise ValueError("all parameters of a group have names, or none has")
+            group["param_names"] = [name for name, _ in named]
+            params = [param for _, param in named]
+        group["params"] = params
+    return groups, is_plain
+
+
+def handles_of(groups: list[dict[str, Any]]) -> list[RRef[Any]]:
+    """Returns the RRefs of all parameters: those of this process get one."""
+    return [_handle(param, place) for group in groups for place, param in enumerate(group["params"])]
+
+
+def _handle(param: Any, place: int) -> RRef[Any]:
+    if isinstance(param, RRef):
+        return param
+    if isinstance(param, RemoteTensor):
+        return param.rref
+    if isinstance(param, torch.Tensor):
+        return RRef(param)
+    raise TypeError(
+        f"parameters must be tensors of this process, RRefs, or those of a RemoteModule; number {place} is a "
+        f"{type(param).__name__}"
+    )
+
+
+def owners_of(groups: list[dict[str, Any]], handles: Sequence[RRef[Any]]) -> list[Owner]:
+    """Returns the owners of the parameters, by the handles of these."""
+    owners: dict[int, Owner] = {}
+    numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
+    for place, (number, rref) in enumerate(zip(numbers, handles, strict=True)):
+        id = rref.entry.owner
+        owner = owners.get(id) or owners.setdefault(id, Owner(id, rref.owner_name(), {}))
+        owner.places_by_group.setdefault(number, []).append(place)
+    return list(owners.values())
+
+
+def on_owners(
+    what: str, owners: Sequence[Owner], function: Any, arguments: Callable[[Owner], tuple[Any, ...]]
+) -> list[Any]:
+    """Calls a function on each owner, all at the same time. Waits for all of them, also if some fail."""
+    futures: list[Any] = []
+    errors: dict[str, BaseException] = {}
+    for owner in owners:
+        try:
+            futures.append(rpc.rpc_async(owner.id, function, arguments(owner)))
+        except TelegradError as error:
+            futures.append(None)
+            errors[owner.name] = error
+    found = []
+    for owner, future in zip(owners, futures, strict=True):
+        try:
+            found.append(None if future is None else future.wait())
+        except Exception as error:
+            errors[owner.name] = error
+    if errors:
+        done = [owner.name for owner in owners if owner.name not in errors]
+        raise OptimizerError(what, errors, done) from next(iter(errors.values()))
+    return found

@@ -1,0 +1,232 @@
+"""Parameters of other workers, as a module or an optimizer here sees them.
+
+    RemoteParameter   stands for a parameter of a RemoteModule, in `parameters()` of it and of every module around it
+    RemoteBuffer      for a buffer
+    RemoteGradient    for the `.grad` of a parameter there
+
+They say what they are (`shape`, `numel()`, `dtype`, `requires_grad`) and have no values here. `requires_grad_()` and
+`grad = None` are carried to the owner. Everything else is refused: an optimizer or a function of torch's that took them
+for tensors of this process would leave them out, or change a copy. One parameter has one such object on each worker,
+however many RemoteModules lead to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import nn
+
+from .. import rpc
+from .._torch import DisableTorchFunctionSubclass
+from ..gradients.plain import untracked
+from ..primitives.current import current_worker
+from ..rref import RRef, value_here
+from ..serialization.handles import Handle
+
+__all__ = ["RemoteBuffer", "RemoteGradient", "RemoteParameter", "RemoteTensor"]
+
+Key = tuple[int, int]  # the owner's id, and the tensor's address there: it lives as long as a handle to it
+Row = tuple[str, Key, RRef[Any] | None, tuple[int, ...], torch.dtype, bool]  # of a tensor: what _describe() says of it
+
+# Attributes and methods that are answered here. Not `is_leaf`: an optimizer of torch's asks for it first, and must not
+# take these. On the CPU they are for programs that take their inputs to the device of the parameters: a RemoteModule
+# takes them on to its own.
+_ANSWERED = frozenset(
+    ("shape", "size", "dim", "ndim", "numel", "nelement", "__len__", "dtype", "element_size", "itemsize", "nbytes")
+    + ("is_floating_point", "is_complex", "layout", "is_sparse", "is_quantized", "is_nested", "names", "__hash__")
+    + ("device", "is_cpu", "is_cuda", "is_meta", "requires_grad", "grad_fn", "retains_grad", "_is_param")
+)
+
+# By worker of this process: all that live.
+_known: WeakKeyDictionary[Any, WeakValueDictionary[Key, Any]] = WeakKeyDictionary()
+
+
+class RemoteTensor(torch.Tensor):
+    """What the three have in common."""
+
+    rref: RRef[Any]  # to the tensor; of a gradient: to its parameter
+    key: Key
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_attribute = func.__name__ in ("__get__", "__set__")
+        name = func.__self__.__name__ if is_attribute else func.__name__
+        if name in _ANSWERED and func.__name__ != "__set__":
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        tensor = args[0] if args else None
+        if isinstance(tensor, RemoteParameter | RemoteBuffer):
+            if name in ("requires_grad", "requires_grad_"):
+                tensor._require_grad(*args[1:], **(kwargs or {}))
+                return None if is_attribute else tensor  # torch never lets go of what a setter returns
+            if name == "grad" and func.__name__ == "__get__":
+                return tensor._gradient()
+            if name == "grad" and args[1] is None:
+                return rpc.rpc_sync(tensor.rref.entry.owner, _clear_gradient, (tensor.rref.entry.id,))
+        raise _refusal(name, args)
+
+    def to_here(self) -> torch.Tensor:
+        """Fetches the values. Gradients flow back through those of a parameter."""
+        return self.rref.to_here()  # type: ignore[no-any-return]
+
+    def _require_grad(self, requires_grad: bool = True) -> None:
+        rpc.rpc_sync(self.rref.entry.owner, _require_grad, (self.rref.entry.id, requires_grad))
+        with DisableTorchFunctionSubclass():
+            torch.Tensor.requires_grad_(self, requires_grad)
+
+    def _gradient(self) -> RemoteGradient | None:
+        found = rpc.rpc_sync(self.rref.entry.owner, _describe_gradient, (self.rref.entry.id,))
+        if found is None:
+            return None
+        gradient: RemoteGradient = _made(RemoteGradient, *found)
+        gradient.rref, gradient.key = self.rref, self.key
+        return gradient
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if not hasattr(self, "rref"):
+            return f"{type(self).__name__}()"
+        return f"{type(self).__name__}({tuple(self.shape)}, dtype={self.dtype}, on={self.rref.owner_name()!r})"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _refusal("copy.deepcopy", (self,))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal("pickle", (self,))
+
+
+class _Sendable(RemoteTensor, Handle):
+    """In a message it goes as its RRef."""
+
+    rebuild = staticmethod(RRef.rebuild)
+
+    @property
+    def entry(self) -> Any:
+        return self.rref.entry
+
+
+class RemoteParameter(_Sendable, nn.Parameter):
+    """A parameter that is on another worker. `rref` is the handle to it, `to_here()` fetches its values."""
+
+
+class RemoteBuffer(_Sendable):
+    """A buffer that is on another worker."""
+
+
+class RemoteGradient(RemoteTensor):
+    """The `.grad` of a parameter on another worker."""
+
+    def to_here(self) -> torch.Tensor:
+        """Fetches a copy."""
+        with untracked():
+            found = rpc.rpc_sync(self.rref.entry.owner, _gradient_of, (self.rref.entry.id,))
+        if found is None:
+            raise RuntimeError(f"the parameter on worker {self.rref.owner_name()!r} has no gradient any more")
+        return found  # type: ignore[no-any-return]
+
+
+def _refusal(name: str, args: Any) -> RuntimeError:
+    found = _first_of(args)
+    what = "a tensor of another worker" if found is None else repr(found)
+    return RuntimeError(
+        f"{name}: refused for {what}, since its values are not in this process. What there is for such tensors: "
+        "telegrad.optim.DistributedOptimizer and GradScaler; telegrad.nn.utils.clip_grad_norm_ and clip_grad_value_; "
+        "DistributedDataParallel around the modules of this process only; state_dict() to save them. to_here() fetches "
+        "the values; a call to that worker with `rref` can change them"
+    )
+
+
+def _first_of(args: Any) -> RemoteTensor | None:
+    for arg in args:
+        if isinstance(arg, RemoteTensor):
+            return arg
+        if isinstance(arg, list | tuple) and (found := _first_of(arg)) is not None:
+            return found
+    return None
+
+
+def _made(cls: type[Any], shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False) -> Any:
+    return torch.Tensor._make_subclass(cls, _filler(shape, dtype), requires_grad)
+
+
+def _filler(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Makes a tensor of one element's memory. If ever it is taken for the values, that shows."""
+    one = torch.zeros((), dtype=dtype)
+    return (one.fill_(math.nan) if dtype.is_floating_point or dtype.is_complex else one).expand(shape)
+
+
+# -- from an owner to here ---------------------------------------------------------------------------------
+
+
+def keys_known() -> list[Key]:
+    """Names the tensors that this worker has an object for: their handles need not be sent again."""
+    return list(_known.get(current_worker(), ()))
+
+
+def from_rows(cls: type[Any], rows: Iterable[Row]) -> list[tuple[str, torch.Tensor]]:
+    """Returns the objects that stand for an owner's tensors, with their names; for a tensor of this worker itself,
+    that."""
+    worker = current_worker()
+    known = _known.setdefault(worker, WeakValueDictionary())
+    found: list[tuple[str, torch.Tensor]] = []
+    for name, key, rref, shape, dtype, requires_grad in rows:
+        if rref is not None and rref.is_owner():
+            found.append((name, rref.local_value()))
+            continue
+        tensor = known.get(key)
+        if tensor is None:
+            assert rref is not None
+            new = _made(cls, shape, dtype, requires_grad)
+            new.rref, new.key = rref, key
+            tensor = known.setdefault(key, new)
+        with DisableTorchFunctionSubclass():  # it may have changed there
+            if tensor.shape != shape or tensor.dtype != dtype:
+                tensor.data = _filler(shape, dtype)
+            if tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
+        found.append((name, tensor))
+    return found
+
+
+# -- run by the owner --------------------------------------------------------------------------------------
+
+
+def to_rows(named: Iterable[tuple[str, torch.Tensor]], known: Collection[Key]) -> Iterator[Row]:
+    """Describes tensors of a module of this worker, with handles to those that the caller has none for. A RemoteModule
+    may be among its parts."""
+    here, known = current_worker().id, set(known)
+    handles: dict[Key, RRef[Any]] = {}
+    for name, tensor in named:
+        remote = tensor if isinstance(tensor, RemoteTensor) else None
+        key = (here, id(tensor)) if remote is None else remote.key
+        rref = handles.get(key)
+        if rref is None and key not in known:
+            rref = handles[key] = RRef(tensor) if remote is None else remote.rref
+        shape = (0,) if nn.parameter.is_lazy(tensor) else tuple(tensor.shape)
+        yield name, key, rref, shape, tensor.dtype, tensor.requires_grad
+
+
+def _require_grad(id: int, requires_grad: bool) -> None:
+    value_here(id).requires_grad_(requires_grad)
+
+
+def _describe_gradient(id: int) -> tuple[tuple[int, ...], torch.dtype] | None:
+    gradient = value_here(id).grad
+    return None if gradient is None else (tuple(gradient.shape), gradient.dtype)
+
+
+def _gradient_of(id: int) -> torch.Tensor | None:
+    gradient = value_here(id).grad
+    return None if gradient is None else gradient.detach()
+
+
+def _clear_gradient(id: int) -> None:
+    value_here(id).grad = None
