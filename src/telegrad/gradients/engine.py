@@ -38,7 +38,7 @@ from ..primitives.interrupts import (
     interruptible,
     on_signal,
 )
-from . import seam
+from . import averaging, seam
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, RootInstruction
 from .contexts import Context, Contexts
 from .engine_call import LatePassError
@@ -72,6 +72,7 @@ class Engine:
 
     def open(self, *, plain: bool) -> None:
         """Begins its work, when this worker has joined its group."""
+        averaging.put(self)
         if plain and self._id >= 0:  # else it is an observer
             seam.put(self)
 
@@ -422,6 +423,7 @@ class Engine:
     def close(self) -> None:
         """Ends everything: this worker shuts down."""
         seam.remove(self)
+        averaging.remove(self)
         self.parts.close()
         ended = NotStartedError(f"worker {self._name!r} was shut down during a backward pass")
         for root in list(self._roots.values()):  # also those whose own part is not in the table yet
