@@ -181,4 +181,3 @@ def test_torch_compile_around_and_beside_calls():
     ran = subprocess.run([sys.executable, "-c", textwrap.dedent(COMPILED)], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "done\n"
-

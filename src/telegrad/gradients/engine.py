@@ -49,7 +49,7 @@ from .local_pass import LocalPass, Roots
 from .outbox import Gradient, Outbox
 from .participant import Parts
 from .plan import Planner, checked_roots, edge_of
-from .rooted_pass import RootedPass, late_error, raise_error
+from .rooted_pass import RootedPass, late_error, moves, raise_error
 from .torch_modes import current_modes
 
 Result = TypeVar("Result")
@@ -157,7 +157,7 @@ class Engine:
                 leaves get their gradients.
             options: timeout in seconds (None: no limit), retain_graph, create_graph, into_grad. See Begin.
             accumulates: the gradients of the inputs go to `.grad` instead.
-            patience: how many seconds this worker waits at a time; None: no limit.
+            patience: for how many seconds nothing may move anywhere; None: no limit.
         """
         thread = current.thread
         before = thread.critical
@@ -192,10 +192,12 @@ class Engine:
             own = None if wanted is None else wanted.get(self._id, ())
             begin = Begin(pass_id, context.id, sends.get(self._id, ()), *options, own, modes)
             root = RootedPass(begin, BackwardPass(self._id, sends))
-            root.limit = patience or begin.timeout
+            root.patience = patience
             now = clock.now()
             local = LocalPass(pass_id, Part(is_root=True), now)
-            local.context, local.begin, local.roots, local.patience = context, begin, roots, patience
+            local.context, local.begin, local.roots = context, begin, roots
+            if patience is not None:
+                local.patience, local.moves = patience, partial(moves, root, self._id, self.host)
             local.deadline = None if begin.timeout is None else now + begin.timeout
             local.depth = serving.depth + 1 if (serving := current.current_serving()) else 1
             for worker in root.state.others:
@@ -236,8 +238,10 @@ class Engine:
             else:
                 local.on_own_thread = True
                 self.parts.carry_out(local, instructions)
-            if not root.waiter.done:
+            while not root.waiter.done:
                 self.host.wait(root.waiter, others[0] if others else self._id, local.wait_until(), turn)
+                if root.waiter.done or not local.goes_on():
+                    break
             if not root.waiter.done:
                 self._on(root, root.state.on_failure, late_error(root, self.host))
             self._finish(root)

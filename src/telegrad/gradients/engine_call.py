@@ -243,10 +243,13 @@ class EngineCall:
             if waiter is not None:
                 self._waits = True
                 try:
-                    if self.has_devices:
-                        self._wait_beside_devices(waiter, local.messages[message].to, local.wait_until())
-                    else:
-                        self._host.wait(waiter, local.messages[message].to, local.wait_until(), local.turn)
+                    while True:
+                        if self.has_devices:
+                            self._wait_beside_devices(waiter, local.messages[message].to, local.wait_until())
+                        else:
+                            self._host.wait(waiter, local.messages[message].to, local.wait_until(), local.turn)
+                        if waiter.done or not local.goes_on():
+                            break
                 finally:
                     self._waits = False
             if local.interrupted or message not in local.part.arrived:

@@ -110,6 +110,12 @@ class GradientTable(msgspec.Struct, eq=False):
                     replaced.commit()
         self.clear()
 
+    def meet_others(self) -> bool:
+        """Says whether a leaf of these has a `.grad` already."""
+        return any(leaf.grad is not None for leaf, _ in self._found.values()) or any(
+            replaced.before is not None for replaced in self.replaced.values()
+        )
+
     def get(self, leaf: Leaf) -> torch.Tensor | None:
         return self.get_all((leaf,))[0]
 
