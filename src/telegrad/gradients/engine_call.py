@@ -185,9 +185,13 @@ class EngineCall:
         begin = self._begin
         keep_graph = begin.retain_graph or begin.create_graph
         # Users' code runs in there: hooks, functions, finalisers.
-        return interruptible(
-            run_backward, tuple(starts), tuple(gradients), keep_graph, begin.create_graph, inputs, True, accumulate
-        )
+        try:
+            return interruptible(
+                run_backward, tuple(starts), tuple(gradients), keep_graph, begin.create_graph, inputs, True, accumulate
+            )
+        except BaseException:
+            nodes.drop_leftovers()
+            raise
 
     def _received(self) -> list[Node]:
         """Returns the Recvs that the pass comes to on this worker."""
