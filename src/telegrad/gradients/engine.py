@@ -43,11 +43,12 @@ from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, Ro
 from .contexts import Context, Contexts
 from .engine_call import LatePassError
 from .host import Host, Task, tell
-from .leaves import GradientTable
+from .leaves import GradientTable, note_averaged_leaves
 from .local_graph import Graph
 from .local_pass import LocalPass, Roots
 from .outbox import Gradient, Outbox
 from .participant import Parts
+from .pasts import Past
 from .plan import Planner, checked_roots, edge_of
 from .rooted_pass import RootedPass, late_error, moves, raise_error
 from .torch_modes import current_modes
@@ -72,7 +73,10 @@ class Engine:
 
     def open(self, *, plain: bool) -> None:
         """Begins its work, when this worker has joined its group."""
-        if plain and self._id >= 0:  # else it is an observer
+        if self._id < 0:  # an observer
+            return
+        note_averaged_leaves()
+        if plain:
             seam.put(self)
 
     # -- what users call -------------------------------------------------------------------------------
@@ -181,6 +185,9 @@ class Engine:
                 graph = Graph(self._contexts.plain.new_group, marks=True)
                 reach, _, _ = graph.walk_once(edges)
                 leaves = checkpoints = ()
+                for member in reach:
+                    if type(member) is Past:
+                        self._planner.check_own(member)
             if inputs is None:
                 plan = self._planner.plan(context, reach, edges)
                 roots = Roots(starts, gradients, leaves, checkpoints, reach)

@@ -226,9 +226,9 @@ def _make_node(number: int, prehook: Any) -> torch.Tensor:
 
 # Note [what a failed engine call leaves behind]
 # Nodes that were ready when another one raised stay in the queue of their thread, and with them all that is behind
-# them, until an engine call of that thread comes to them: if ever, for those with low numbers. So after a failure one is
-# run that comes to all: its only node has the lowest number. The second time is for a Wait, which has the same number,
-# and of two that are equal the engine takes the one first that has been there longer.
+# them, until an engine call of that thread comes to them: if ever, for those with low numbers. So after a failure one
+# is run that comes to all: its only node has the lowest number. The second time is for a Wait, which has the same
+# number, and of two that are equal the engine takes the one first that has been there longer.
 _LAST = _make_node(0, lambda gradients: (None,))
 
 

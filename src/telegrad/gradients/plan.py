@@ -20,7 +20,7 @@ from .contexts import Context, Contexts
 from .dependency_log import MissingEntryError, flatten_groups, useful
 from .host import Host
 from .local_graph import Edge, Node, find_received, leads_to
-from .pasts import Member, ids_of
+from .pasts import Member, Past, ids_of
 from .plain import entries_of
 
 _ASKING = 60.0  # seconds in which others tell what this worker does not know
@@ -61,6 +61,26 @@ class Planner:
         for worker, ids in sends.items():
             sends[worker] = tuple(sorted(ids))
         return Plan(sends, frozenset(apart))
+
+    def check_own(self, past: Past) -> None:
+        """
+        Raises:
+            GradientError: another worker of this process has received it, and sends its gradients itself.
+        """
+        received, waiting, seen = self._contexts.plain.received, [past], {past.id}
+        for past in waiting:
+            if past.id < 0:
+                for other in past.depends_on:
+                    if type(other) is Past and other.id not in seen:
+                        seen.add(other.id)
+                        waiting.append(other)
+            elif (node := past.recv()) is None or received.get(past.id) is not node:
+                name = self._host.name_of(self._id)
+                raise GradientError(
+                    f"the roots depend on tensors received by worker {name!r} and by another worker of this "
+                    "process, or one that has shut down: their gradients cannot be sent back in one pass. Send what "
+                    f"one of them has received to {name!r} by a call, or detach() it"
+                )
 
     def plan_for(self, context: Context, received: Iterable[Member], edges: Sequence[Edge], targets: set[Edge]) -> Plan:
         """Plans a pass over what leads from the edges to the targets, which are this worker's."""
