@@ -20,6 +20,9 @@ from .host import Host
 _ASKING = 0.5  # seconds in which participants say what a failed pass awaited
 _LOOKING = 5.0  # the same, before it is given up
 
+_ADVICE = "No other worker has kept gradients of it; this one may have some in `.grad`: zero it before the next pass"
+_LOST = f"Its part of the graph is gone: run the forward pass again. {_ADVICE}"
+
 
 class RootedPass(msgspec.Struct, eq=False):
     """A pass that was begun here."""
@@ -76,6 +79,8 @@ def raise_error(root: RootedPass, context: Context, worker_id: int, host: Host) 
     text = f"Error on Node {worker}: {text_of(error)} (worker {name!r}, in a backward pass)"
     if awaited := _awaited(root, context, worker_id, host):
         text = f"{text}. {awaited}"
+    if not context.id:
+        text = f"{text.rstrip('.')}. {_LOST if isinstance(error, PeerLostError) else _ADVICE}"
     raise BackwardError(text, name, worker) from error
 
 
