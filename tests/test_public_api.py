@@ -28,6 +28,7 @@ PUBLIC_IN_AUTOGRAD = {
     "backward",
     "context",
     "debug_info",
+    "enter",
     "get_gradients",
     "grad",
     "graph",

@@ -5,7 +5,10 @@ private methods of nodes, tensors and futures that other files use. A torch that
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
+import inspect
+import subprocess
 import sys
 import threading
 import types
@@ -20,6 +23,7 @@ from torch.autograd import profiler, profiler_legacy
 from torch.utils.checkpoint import CheckpointFunction
 
 from telegrad import _torch
+from telegrad.gradients import nodes
 
 PACKAGE = Path(_torch.__file__).parent
 pytestmark = pytest.mark.filterwarnings(
@@ -462,6 +466,96 @@ def test_backward_and_grad_reach_the_engine_through_one_attribute() -> None:
         (2, True, False),
     ]
     assert torch.equal(x.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
+
+
+@fact_of("will_engine_execute")
+def test_the_engine_knows_what_is_in_its_graph_before_it_runs_it() -> None:
+    x, y = leaf(), leaf()
+    inside, outside = (x * 2).sin(), (y * 2).sin()
+    inner, other = (tensor.grad_fn.next_functions[0][0] for tensor in (inside, outside))
+    seen: list[bool] = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            seen.extend(map(_torch.will_engine_execute, (inner, other)))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        Asks.apply(inside).sum().backward()
+    assert seen == [True, False]
+    assert x.grad is None
+
+
+def test_a_node_that_was_ready_when_another_raised_stays_until_a_call_comes_to_it() -> None:
+    class Noted:
+        pass
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, noted: Noted) -> torch.Tensor:
+            ctx.noted = noted
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+            return gradient, None
+
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            raise KeyError
+
+    noted = Noted()
+    dies = weakref.ref(noted)
+    x = leaf()
+    loss = (Keeps.apply(x, noted) + Raises.apply(x)).sum()
+    with pytest.raises(KeyError):
+        loss.backward()
+    del loss, noted
+    gc.collect()
+    assert dies() is not None
+    nodes.drop_leftovers()
+    gc.collect()
+    assert dies() is None
+
+
+_FREES_A_DEEP_GRAPH = """
+import sys
+import torch
+y = torch.ones(1, requires_grad=True)
+for _ in range(int(sys.argv[1])):
+    y = y * 1.0
+node = y.grad_fn if len(sys.argv) > 2 else None
+while node is not None:
+    node = node.next_functions[0][0] if node.next_functions else None
+del y
+print("done")
+"""
+
+
+@pytest.mark.parametrize("args", [("200000",), ("10000", "walked")])
+def test_how_deep_graphs_can_be_freed(args: tuple[str, ...]) -> None:
+    """Any, unless Python has looked at all nodes. Those are freed by recursion, since a node's Python object lives as
+    long as the node: in 2.13 a chain of 100,000 overflows a stack of 8 MiB, without any telegrad."""
+    program = [sys.executable, "-c", _FREES_A_DEEP_GRAPH, *args]
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=90)
+    assert ran.stdout == "done\n"
+
+
+@fact_of("DistributedDataParallel")
+def test_what_begins_the_work_of_a_parallel_module() -> None:
+    parallel = _torch.DistributedDataParallel
+    assert list(inspect.signature(parallel._ddp_init_helper).parameters)[:2] == ["self", "parameters"]
+    assert "_module_parameters" in parallel.__init__.__code__.co_names
 
 
 @fact_of("is_batched", "is_batched_by_autograd")

@@ -25,6 +25,7 @@ Variable = cast(Any, torch.autograd.Variable)
 ImperativeEngine = _C._ImperativeEngine
 run_backward = Variable._execution_engine.run_backward
 current_graph_task_id = _C._current_graph_task_id
+will_engine_execute = _C._will_engine_execute_node
 bind_apply = _C._FunctionBase.__dict__["apply"].__get__
 is_batched = _C._functorch.is_batchedtensor
 is_batched_by_autograd = _C._functorch.is_legacy_batchedtensor
@@ -44,6 +45,7 @@ make_per_channel_quantized = torch._make_per_channel_quantized_tensor
 
 # modules, operators, TorchScript
 parse_to = _C._nn._parse_to
+DistributedDataParallel = cast(Any, torch.nn.parallel.DistributedDataParallel)
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 wrap_cpp_module = cast(Any, torch.jit)._recursive.wrap_cpp_module

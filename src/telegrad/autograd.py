@@ -35,6 +35,7 @@ __all__ = [
     "backward",
     "context",
     "debug_info",
+    "enter",
     "get_gradients",
     "grad",
     "graph",
@@ -106,6 +107,36 @@ class context:
                 before = self._token.old_value
                 current.context_id.set(0 if before is Token.MISSING else before)
             worker.release_context_later(self._id)
+
+
+@untraced_methods
+class enter:
+    """Makes a context current that was begun elsewhere: by another thread, or by a worker that has called here in it.
+
+        with autograd.context() as context_id, ThreadPoolExecutor() as pool:
+            def work(batch):
+                with autograd.enter(context_id):
+                    return rpc_sync("worker", forward, args=(batch,))
+            results = list(pool.map(work, batches))
+
+    Each thread has a current context of its own, and a new one has none. Callbacks of `Future.then` have that of the
+    code that has added them. Leaving the block makes the one before current again; the context goes on. Gives its id.
+
+    Raises:
+        UnknownContextError: there is no such context here.
+    """
+
+    def __init__(self, context_id: int) -> None:
+        self._id = context_id
+        self._tokens: list[Token[int]] = []
+
+    def __enter__(self) -> int:
+        current_worker().contexts.get(self._id)
+        self._tokens.append(current.context_id.set(self._id))
+        return self._id
+
+    def __exit__(self, *_: object) -> None:
+        current.context_id.reset(self._tokens.pop())
 
 
 @untraced

@@ -6,6 +6,9 @@ anything else is; the body is pickled by the codec, with its large buffers besid
 
 from __future__ import annotations
 
+import itertools
+import secrets
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
@@ -45,6 +48,12 @@ KIND_NAMES = {int(kind): kind.name.lower() for kind in Kind}
 def sender_of(message_id: int) -> int:
     """The id of the worker that made a message, context or pass with this id."""
     return message_id >> COUNTER_BITS
+
+
+def message_ids(worker_id: int) -> Callable[[], int]:
+    """Makes what gives the ids of a worker's messages, contexts and values. They begin anywhere: a tensor that was
+    received can outlive its group, and must not be taken for one of the next group."""
+    return itertools.count((worker_id << COUNTER_BITS) + secrets.randbits(COUNTER_BITS - 1) + 1).__next__
 
 
 class Envelope(msgspec.Struct, array_like=True, omit_defaults=True):

@@ -11,7 +11,6 @@ a thread reads. A reply is another message, and so is a gradient.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import traceback
@@ -24,7 +23,7 @@ from .events import Events
 from .gradients.attach import Attach, refuse
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
-from .messages import COUNTER_BITS, KIND_NAMES, Call, Envelope, Failure, Hello, Kind, Member, WorkerInfo, sender_of
+from .messages import KIND_NAMES, Call, Envelope, Failure, Hello, Kind, Member, WorkerInfo, message_ids, sender_of
 from .options import SHARED_MEMORY_FROM, Options
 from .primitives import current
 from .primitives.futures import Future
@@ -72,7 +71,7 @@ class Worker:
         self._ended_together = False  # all of the group have come to their end: see shutdown.py
         self._on_call: Callable[[Incoming], None] = self._refuse_call  # until it listens
         self._closing = threading.Lock()  # taken once and for all by close()
-        self.new_message_id = itertools.count((member.id << COUNTER_BITS) + 1).__next__
+        self.new_message_id = message_ids(member.id)
         self._poller = Poller()
         self._threads = Threads(
             member.name, self._poller, options.idle_thread_timeout, self._on_thread_start, self._tick

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from telegrad.gradients import leaves
+from telegrad.gradients import adding, leaves
 from telegrad.gradients.leaves import Capture, GradientTable, accumulated, leaves_are_averaged
 
 PATIENCE = 10.0  # seconds
@@ -562,7 +562,7 @@ def test_a_fork_does_not_wait_for_threads_that_it_does_not_have():
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with leaves._touching_grad, leaves._making_turns, turn.free:
+        with adding.touching_grad, leaves._making_turns, turn.free:
             held.set()
             assert release.wait(PATIENCE)
 

@@ -324,3 +324,20 @@ def test_groups_are_entries_of_their_context():
     contexts.take_out(context.id)
     assert len(contexts.log) == 0
     assert len(context.graph.known) == 1
+
+
+@pytest.mark.parametrize("width", [1, 4, 8])
+def test_marks_end_walks_on_all_paths_through_a_long_history(width):
+    """However many tensors a program carries from one step to the next."""
+    (received,) = receive(5)
+    state, walked = [leaf() * received for _ in range(width)], []
+    for _ in range(500):
+        mixed = sum(state)
+        state = [(tensor * 2.0 + mixed).tanh() for tensor in state]
+        graph = Graph(lambda members: -1, marks=True)
+        for tensor in state:
+            assert graph.walk([edge_of(tensor)]) == {5}
+        walked.append(len(graph.known))
+        graph.leave_marks()
+    assert sum(walked[250:]) < 2 * sum(walked[:250]) + 50_000
+    assert max(walked) < 6_000

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import named_leaves
@@ -382,6 +383,58 @@ def test_a_plain_backward_over_something_received_in_a_context():
         kept = there("a", weighted, inside)
     with pytest.raises(errors.GradientError, match="which has ended"):
         (kept * alive).sum().backward()
+
+
+def in_context(forward: Any) -> dict[str, Any]:
+    """The gradients of a forward pass whose call of a is made by other threads of this worker."""
+    with autograd.context() as context_id:
+        loss = there("b", weighted, forward(context_id), "b.w").sum()
+        autograd.backward(context_id, [loss])
+        found = named_leaves.gradients(context_id, NAMES)
+    assert_same(grads(NAMES), dict.fromkeys(NAMES))
+    return found
+
+
+@pytest.mark.parametrize("enters", [True, False])
+def test_a_call_from_a_thread_pool_inside_of_a_context(enters):
+    def work(context_id: int) -> torch.Tensor:
+        if not enters:
+            return there("a", weighted, leaf("driver.x"))
+        with autograd.enter(context_id) as entered:
+            found = there("a", weighted, leaf("driver.x"))
+            assert found.grad_fn.context == entered == context_id
+        return found
+
+    def forward(context_id: int) -> torch.Tensor:
+        with ThreadPoolExecutor() as pool:
+            return pool.submit(work, context_id).result()
+
+    assert_same(in_context(forward), expected(weighted(weighted(leaf("driver.x")), "b.w").sum(), NAMES))
+
+
+def test_a_context_follows_callbacks():
+    def forward(context_id: int) -> torch.Tensor:
+        done = rpc.rpc_async("b", torch.ones, args=(3,)).then(lambda ones: there("a", weighted, leaf("driver.x")))
+        found = done.wait()
+        assert found.grad_fn.context == context_id
+        return found
+
+    assert_same(in_context(forward), expected(weighted(weighted(leaf("driver.x")), "b.w").sum(), NAMES))
+
+
+def test_a_call_in_a_callback_of_a_callback():
+    def forward(context_id: int) -> torch.Tensor:
+        future = rpc.rpc_async("b", torch.ones, args=(3,)).then(lambda ones: ones.wait())
+        return future.then(lambda ones: there("a", weighted, leaf("driver.x"))).wait()
+
+    assert_same(in_context(forward), expected(weighted(weighted(leaf("driver.x")), "b.w").sum(), NAMES))
+
+
+def test_a_context_that_cannot_be_entered():
+    with autograd.context() as context_id:
+        pass
+    with pytest.raises(errors.UnknownContextError, match="it has ended"), autograd.enter(context_id):
+        pass
 
 
 _in_context: dict[str, torch.Tensor] = {}

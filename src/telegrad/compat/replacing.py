@@ -34,7 +34,7 @@ import torch.distributed.rpc.options
 import torch.distributed.rpc.rref_proxy
 
 from .. import autograd
-from ..gradients.leaves import leaves_are_averaged
+from ..gradients.leaves import note_averaged_leaves
 from ..options import Options
 from ..rref import RRef
 from . import agent, calls, profiling
@@ -82,7 +82,7 @@ def install(options: Options | None = None, *, torch_profiler: bool = False) -> 
             setattr(module, name, new)
     _change_where_imported(replaced)
     torch._jit_internal.is_rref_instance = _is_handed_to_script
-    _note_averaged_leaves()
+    note_averaged_leaves()
     _warn_of_calls_in_scripts()
     _follow_into_children()
 
@@ -117,18 +117,6 @@ def _change_where_imported(replaced: dict[int, tuple[Any, Any]]) -> None:
             old, new = replaced.get(id(value), (None, None))
             if old is not None and old is value:
                 setattr(module, name, new)
-
-
-def _note_averaged_leaves() -> None:
-    """Gradients of DistributedDataParallel's parameters go through it: see gradients/leaves.py."""
-    parallel: Any = torch.nn.parallel.DistributedDataParallel
-    before = parallel._ddp_init_helper
-
-    def _ddp_init_helper(self: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        leaves_are_averaged(parameters)
-        return before(self, parameters, *args, **kwargs)
-
-    parallel._ddp_init_helper = _ddp_init_helper
 
 
 class _InstallsWhenUnpickled:

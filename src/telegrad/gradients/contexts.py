@@ -139,8 +139,8 @@ class Contexts:
         sent = self.find_sent_anywhere(id)
         if sent is None:
             raise GradientError(
-                f"Could not find send function for autograd message id: {id} (its context has ended, or the worker "
-                "that it was sent to is gone)"
+                f"Could not find send function for autograd message id: {id} (its context has ended, or the connection "
+                "with the worker that it was sent to was lost). The graph behind it is gone: run the forward pass again"
             )
         return sent
 

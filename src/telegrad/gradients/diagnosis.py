@@ -37,6 +37,11 @@ class PartState:
     has_failed: bool = False  # here, and that ended the pass
     is_over: bool = False  # for all
 
+    @property
+    def computes(self) -> bool:
+        """Whether it has something to do."""
+        return not (self.awaited or self.is_done or self.has_failed or self.is_over)
+
 
 def state_here(context_id: int, pass_id: int) -> PartState | None:
     """Returns what this worker knows of a pass. Called by the pass's root."""

@@ -38,18 +38,19 @@ from ..primitives.interrupts import (
     interruptible,
     on_signal,
 )
-from . import averaging, seam
+from . import seam
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, RootInstruction
 from .contexts import Context, Contexts
 from .engine_call import LatePassError
 from .host import Host, Task, tell
-from .leaves import GradientTable
+from .leaves import GradientTable, note_averaged_leaves
 from .local_graph import Graph
 from .local_pass import LocalPass, Roots
 from .outbox import Gradient, Outbox
 from .participant import Parts
+from .pasts import Past
 from .plan import Planner, checked_roots, edge_of
-from .rooted_pass import RootedPass, late_error, raise_error
+from .rooted_pass import RootedPass, late_error, moves, raise_error
 from .torch_modes import current_modes
 
 Result = TypeVar("Result")
@@ -72,8 +73,10 @@ class Engine:
 
     def open(self, *, plain: bool) -> None:
         """Begins its work, when this worker has joined its group."""
-        averaging.put(self)
-        if plain and self._id >= 0:  # else it is an observer
+        if self._id < 0:  # an observer
+            return
+        note_averaged_leaves()
+        if plain:
             seam.put(self)
 
     # -- what users call -------------------------------------------------------------------------------
@@ -158,7 +161,7 @@ class Engine:
                 leaves get their gradients.
             options: timeout in seconds (None: no limit), retain_graph, create_graph, into_grad. See Begin.
             accumulates: the gradients of the inputs go to `.grad` instead.
-            patience: how many seconds this worker waits at a time; None: no limit.
+            patience: for how many seconds nothing may move anywhere; None: no limit.
         """
         thread = current.thread
         before = thread.critical
@@ -182,6 +185,9 @@ class Engine:
                 graph = Graph(self._contexts.plain.new_group, marks=True)
                 reach, _, _ = graph.walk_once(edges)
                 leaves = checkpoints = ()
+                for member in reach:
+                    if type(member) is Past:
+                        self._planner.check_own(member)
             if inputs is None:
                 plan = self._planner.plan(context, reach, edges)
                 roots = Roots(starts, gradients, leaves, checkpoints, reach)
@@ -193,10 +199,12 @@ class Engine:
             own = None if wanted is None else wanted.get(self._id, ())
             begin = Begin(pass_id, context.id, sends.get(self._id, ()), *options, own, modes)
             root = RootedPass(begin, BackwardPass(self._id, sends))
-            root.limit = patience or begin.timeout
+            root.patience = patience
             now = clock.now()
             local = LocalPass(pass_id, Part(is_root=True), now)
-            local.context, local.begin, local.roots, local.patience = context, begin, roots, patience
+            local.context, local.begin, local.roots = context, begin, roots
+            if patience is not None:
+                local.patience, local.moves = patience, partial(moves, root, self._id, self.host)
             local.deadline = None if begin.timeout is None else now + begin.timeout
             local.depth = serving.depth + 1 if (serving := current.current_serving()) else 1
             for worker in root.state.others:
@@ -237,8 +245,10 @@ class Engine:
             else:
                 local.on_own_thread = True
                 self.parts.carry_out(local, instructions)
-            if not root.waiter.done:
+            while not root.waiter.done:
                 self.host.wait(root.waiter, others[0] if others else self._id, local.wait_until(), turn)
+                if root.waiter.done or not local.goes_on():
+                    break
             if not root.waiter.done:
                 self._on(root, root.state.on_failure, late_error(root, self.host))
             self._finish(root)
@@ -423,7 +433,6 @@ class Engine:
     def close(self) -> None:
         """Ends everything: this worker shuts down."""
         seam.remove(self)
-        averaging.remove(self)
         self.parts.close()
         ended = NotStartedError(f"worker {self._name!r} was shut down during a backward pass")
         for root in list(self._roots.values()):  # also those whose own part is not in the table yet

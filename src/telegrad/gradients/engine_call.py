@@ -185,9 +185,13 @@ class EngineCall:
         begin = self._begin
         keep_graph = begin.retain_graph or begin.create_graph
         # Users' code runs in there: hooks, functions, finalisers.
-        return interruptible(
-            run_backward, tuple(starts), tuple(gradients), keep_graph, begin.create_graph, inputs, True, accumulate
-        )
+        try:
+            return interruptible(
+                run_backward, tuple(starts), tuple(gradients), keep_graph, begin.create_graph, inputs, True, accumulate
+            )
+        except BaseException:
+            nodes.drop_leftovers()
+            raise
 
     def _received(self) -> list[Node]:
         """Returns the Recvs that the pass comes to on this worker."""
@@ -243,10 +247,13 @@ class EngineCall:
             if waiter is not None:
                 self._waits = True
                 try:
-                    if self.has_devices:
-                        self._wait_beside_devices(waiter, local.messages[message].to, local.wait_until())
-                    else:
-                        self._host.wait(waiter, local.messages[message].to, local.wait_until(), local.turn)
+                    while True:
+                        if self.has_devices:
+                            self._wait_beside_devices(waiter, local.messages[message].to, local.wait_until())
+                        else:
+                            self._host.wait(waiter, local.messages[message].to, local.wait_until(), local.turn)
+                        if waiter.done or not local.goes_on():
+                            break
                 finally:
                     self._waits = False
             if local.interrupted or message not in local.part.arrived:

@@ -7,6 +7,7 @@ GradientTable  in a context, or in a pass: the gradient of each leaf
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import threading
 from _thread import RLock  # threading.RLock is Python code
@@ -19,9 +20,10 @@ import msgspec
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch import WeakTensorRef
+from .._torch import DistributedDataParallel, WeakTensorRef
 from ..errors import GradientError
-from . import devices
+from . import adding, devices
+from .adding import accumulated
 
 Leaf = torch.Tensor
 
@@ -33,17 +35,18 @@ class Replaced(msgspec.Struct, eq=False):
     before: torch.Tensor | None
     version: int  # of `before`
     after: torch.Tensor | None
+    change: torch.Tensor | None  # from the one to the other; `before` may be changed in place
     events: tuple[Any, ...] = ()
 
     def commit(self) -> None:
         """Makes it so, or adds the difference where `.grad` has changed meanwhile."""
-        leaf, before, after = self.leaf, self.before, self.after
-        if after is not None:
-            devices.wait(self.events, (after,))
+        leaf, before = self.leaf, self.before
+        if self.events:
+            devices.wait(self.events, (self.after, self.change))
         if leaf.grad is before and (before is None or before._version == self.version):
-            leaf.grad = after
-        elif after is not None:
-            leaf.grad = accumulated(leaf.grad, after if before is None else after - before)
+            leaf.grad = self.after
+        elif self.change is not None:
+            leaf.grad = accumulated(leaf.grad, self.change)
 
 
 class GradientTable(msgspec.Struct, eq=False):
@@ -95,13 +98,18 @@ class GradientTable(msgspec.Struct, eq=False):
     def add_to_leaves(self) -> None:
         """Adds every gradient to its leaf's `.grad`, and empties the table."""
         self._wait_for_events()
-        with _touching_grad:
+        with adding.touching_grad:
+            by_node: list[tuple[Leaf, torch.Tensor]] = []
             for leaf, gradient in self._found.values():
                 turn = _turns.get(leaf) if _turns.data else None
                 if turn is not None and turn.is_taken:
                     turn.to_add.append(gradient)
+                elif adding.engine_calls and adding.can_go_by_node(leaf, gradient):
+                    by_node.append((leaf, gradient))
                 else:
                     leaf.grad = accumulated(leaf.grad, gradient)
+            if by_node:
+                adding.add_by_nodes(by_node)
             for replaced in self.replaced.values():
                 turn = _turns.get(replaced.leaf) if _turns.data else None
                 if turn is not None and turn.is_taken:
@@ -109,6 +117,14 @@ class GradientTable(msgspec.Struct, eq=False):
                 else:
                     replaced.commit()
         self.clear()
+
+    def meet_others(self) -> bool:
+        """Says whether a leaf of these has a `.grad` already. No, if an engine call may be adding to it now."""
+        with adding.touching_grad:
+            return not adding.engine_calls and (
+                any(leaf.grad is not None for leaf, _ in self._found.values())
+                or any(replaced.before is not None for replaced in self.replaced.values())
+            )
 
     def get(self, leaf: Leaf) -> torch.Tensor | None:
         return self.get_all((leaf,))[0]
@@ -133,22 +149,6 @@ class GradientTable(msgspec.Struct, eq=False):
         self._found.clear()
         self._events.clear()
         self.replaced.clear()
-
-
-def accumulated(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-    """Returns the sum, by AccumulateGrad's rules: into the old one where that can be, out of place for a gradient that
-    is itself to be differentiated, and the dense term first in a mixed sum."""
-    if old is None:
-        return new
-    if old.requires_grad or new.requires_grad:
-        with torch.enable_grad():
-            return old + new
-    with torch.no_grad():
-        if old.is_sparse and not new.is_sparse:
-            return new + old
-        if old.is_inference() and not torch.is_inference_mode_enabled():
-            return old + new
-        return old.add_(new)
 
 
 # Note [gradients that are held elsewhere]
@@ -225,16 +225,6 @@ def _own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:
 # such a module `.grad` is set aside before the engine call, nothing is taken during it, and what is in `.grad` then is
 # the gradient.
 
-# Two threads must never touch one leaf's `.grad` at the same time: not even to read it is safe in torch. Held for a
-# moment only. Reentrant: a finaliser may run in it.
-_touching_grad = threading.RLock()
-
-
-def touching_grad() -> threading.RLock:
-    """Returns the lock under which `.grad` of leaves is read and set."""
-    return _touching_grad
-
-
 _LONGEST_TURN = 60.0  # seconds
 
 
@@ -259,7 +249,7 @@ class _Turn:
                 f"another pass ran the hooks of a leaf of shape {tuple(leaf.shape)}, or had it in a "
                 f"DistributedDataParallel, for over {_LONGEST_TURN:.0f} s"
             )
-        with _touching_grad:
+        with adding.touching_grad:
             self._aside, leaf.grad = leaf.grad, None
             self._holder = holder
             if shown is not None:
@@ -268,22 +258,31 @@ class _Turn:
                 if base is not None:
                     leaf.grad = base if base.requires_grad else base.detach().clone()
 
-    def end_shown(self, leaf: Leaf, holder: Capture) -> Replaced | None:
-        """Puts `.grad` back, if it is this holder's turn, and returns what is to replace it."""
+    def end_shown(self, leaf: Leaf, holder: Capture, earlier: Replaced | None) -> Replaced | None:
+        """Puts `.grad` back, if it is this holder's turn, and returns what is to replace it. `earlier` is what came of
+        turns before in the same pass."""
         if self._holder is not holder:
             return None
         before = self._aside
         version = 0 if before is None else before._version
+        base = before if earlier is None else earlier.after
         after = self.end(leaf, holder)
+        if after is not None and after._is_view():  # DistributedDataParallel's may be a part of its buffer
+            after = after.clone()
+        change = after if after is None or base is None else after - base
+        if earlier is not None:
+            before, version = earlier.before, earlier.version
+            if change is not None and earlier.change is not None:
+                change = earlier.change + change
         events = () if after is None or after.is_cpu else tuple(devices.record((after,)))
-        return Replaced(leaf, before, version, after, events)
+        return Replaced(leaf, before, version, after, change, events)
 
     def end(self, leaf: Leaf, holder: Capture) -> torch.Tensor | None:
         """Puts `.grad` back, if it is this holder's turn, and returns what was there during it."""
         if self._holder is not holder:
             return None
         try:
-            with _touching_grad:
+            with adding.touching_grad:
                 gradient, leaf.grad = leaf.grad, self._aside
                 self._holder = self._aside = None
                 while self.to_add:
@@ -316,6 +315,24 @@ def leaves_are_averaged(leaves: Iterable[Leaf]) -> None:
         _averaged[leaf] = together
 
 
+@functools.cache
+def note_averaged_leaves() -> None:
+    """Takes note of the leaves of all DistributedDataParallel modules of this process: those that there are, and those
+    that will be. Any number of times."""
+    init = DistributedDataParallel._ddp_init_helper
+
+    @functools.wraps(init)
+    def _ddp_init_helper(self: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves_are_averaged(parameters)
+        return init(self, parameters, *args, **kwargs)
+
+    DistributedDataParallel._ddp_init_helper = _ddp_init_helper
+    if torch.distributed.is_available() and torch.distributed.is_initialized():  # else there are none
+        for module in gc.get_objects():
+            if isinstance(module, DistributedDataParallel):
+                leaves_are_averaged(module._module_parameters)
+
+
 class Capture:
     """Takes the gradients of leaves while one engine call runs. `is_ours` says whether it is that call which runs:
     other threads may run backward through the same leaves. `shows`: hooks see the accumulated `.grad`."""
@@ -346,7 +363,7 @@ class Capture:
         for key in sorted(averaged):  # in one order in all passes: each waits for its turn
             leaf = averaged[key]
             turn = _turn_of(leaf)
-            turn.begin(leaf, self)
+            turn.begin(leaf, self, self.gradients.replaced if self.shows else None)
             self._cleanup.append(partial(self._end_turn, turn, leaf))
 
     def _take(self, leaf: Leaf, gradients: tuple[torch.Tensor, ...]) -> Any:
@@ -381,10 +398,7 @@ class Capture:
             if not self._is_ours():
                 return
             if self.shows:
-                if (replaced := turn.end_shown(leaf, self)) is not None:
-                    earlier = self.gradients.replaced.get(id(leaf))
-                    if earlier is not None:
-                        replaced.before, replaced.version = earlier.before, earlier.version
+                if (replaced := turn.end_shown(leaf, self, self.gradients.replaced.get(id(leaf)))) is not None:
                     self.gradients.replaced[id(leaf)] = replaced
             elif (gradient := turn.end(leaf, self)) is not None:
                 self._add(leaf, gradient)
@@ -394,8 +408,10 @@ class Capture:
             self._cleanup.append(handle.remove)
 
     def _end_turn(self, turn: _Turn, leaf: Leaf) -> None:
-        gradient = turn.end(leaf, self)
-        if gradient is not None:
+        if self.shows:
+            if (replaced := turn.end_shown(leaf, self, None)) is not None:
+                self.gradients.replaced[id(leaf)] = replaced
+        elif (gradient := turn.end(leaf, self)) is not None:
             self._add(leaf, gradient.clone() if gradient._is_view() else gradient)
 
     def _add(self, leaf: Leaf, gradient: torch.Tensor) -> None:
@@ -410,9 +426,9 @@ class Capture:
 
 
 def _in_child() -> None:
-    """In a fork: the threads that held these, or had their turn with a leaf, are not there."""
-    global _touching_grad, _making_turns
-    _touching_grad, _making_turns = threading.RLock(), threading.RLock()
+    """In a fork: the threads that held it, or had their turn with a leaf, are not there."""
+    global _making_turns
+    _making_turns = threading.RLock()
     _turns.clear()
 
 

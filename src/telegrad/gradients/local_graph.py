@@ -27,9 +27,11 @@ _FEW = 8
 # Note [marks]
 # Outside of contexts a table of what walks have found would keep the graph, or lose what another Send could use. So it
 # is kept on the nodes themselves. Not on all of them, since that is slow, but on those whose sequence numbers a hash
-# picks out: one in sixteen on average, whatever the distance between the numbers.
+# picks out. A walk ends only if all paths come to marks, so neighbours are picked together: a slab that is longer than
+# one step of a program cuts all paths through it. Slabs have two lengths; one in eight of each is picked.
 _REACH = "telegrad"  # where a mark is, in the metadata of its node
-_HASH, _BITS, _PICKED = 2654435761, (1 << 32) - 1, 1 << 28
+_SHORT, _LONG = 6, 9  # slabs of 64 and 512 numbers
+_HASH, _BITS, _PICKED = 2654435761, (1 << 32) - 1, 1 << 29
 _UNMARKED = 64  # nodes; a walk that came to fewer leaves no marks
 _DEEP = 4096  # nodes; torch may free a longer chain by recursion
 
@@ -72,9 +74,13 @@ class Graph(msgspec.Struct, eq=False):
         known = self.known
         if len(known) > _UNMARKED:
             for node, reach in known.items():
-                if node is not None and (node._sequence_nr() * _HASH & _BITS) < _PICKED:
-                    kind = node.__class__
-                    if kind is not RecvNode and kind is not AccumulateGrad:
+                if node is not None:
+                    number, kind = node._sequence_nr(), node.__class__
+                    if (
+                        ((number >> _SHORT) * _HASH & _BITS < _PICKED or (number >> _LONG) * _HASH & _BITS < _PICKED)
+                        and kind is not RecvNode
+                        and kind is not AccumulateGrad
+                    ):
                         node.metadata[_REACH] = reach
         if len(known) < _DEEP:
             self._forget()
@@ -123,7 +129,12 @@ class Graph(msgspec.Struct, eq=False):
                             self.leaves.append(next)
                             found = NOTHING
                         else:
-                            if not marks or (next._sequence_nr() * _HASH & _BITS) >= _PICKED:
+                            if not marks:
+                                break
+                            number = next._sequence_nr()
+                            if (number >> _SHORT) * _HASH & _BITS >= _PICKED and (
+                                number >> _LONG
+                            ) * _HASH & _BITS >= _PICKED:
                                 break
                             found = next.metadata.get(_REACH)
                             if found is None:
@@ -181,21 +192,23 @@ def find_received(starts: Iterable[Edge], id: int) -> Node | None:
     return found
 
 
-def find_any_received(starts: Iterable[Edge]) -> Node | None:
-    """Returns a Recv that the edges lead to; None if there is none. This loop is hot: it looks at all of a graph that
-    has none, before each backward() of it."""
+def find_any_received(starts: Iterable[Edge], most: int) -> tuple[Node | None, bool]:
+    """Returns a Recv that the edges lead to; None if there is none, or none among so many nodes. Then the second says
+    whether there are more. This loop is hot."""
     waiting = [node for node, _ in starts]
     seen = {None, *waiting}
     for node in waiting:
         if node.__class__ is RecvNode:
-            return node
+            return node, False
     while waiting:
+        if len(seen) > most:
+            return None, True
         for next, _ in waiting.pop().next_functions:
             if next not in seen:
                 kind = next.__class__
                 if kind is RecvNode:
-                    return next
+                    return next, False
                 seen.add(next)
                 if kind is not AccumulateGrad:
                     waiting.append(next)
-    return None
+    return None, False

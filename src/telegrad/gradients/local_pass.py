@@ -6,7 +6,7 @@ Threads that read bring messages (participant.py); torch's engine works on it on
 from __future__ import annotations
 
 from _thread import RLock  # threading.RLock is Python code
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -70,7 +70,9 @@ class LocalPass(msgspec.Struct, eq=False):
     messages: dict[int, Sent] = msgspec.field(default_factory=dict)  # one of these for each message
     roots: Roots = _NO_ROOTS
     deadline: float | None = None
-    patience: float | None = None  # seconds that the root waits at a time
+    # At the root of a plain backward(): how many seconds it waits before it asks whether the pass moves elsewhere.
+    patience: float | None = None
+    moves: Callable[[Callable[[int], PartState]], bool] | None = None
     depth: int = 1
     on_own_thread: bool = False  # on the thread that has called backward(), whose modes hold already
     turn: Any = None  # of that thread with the read lease
@@ -103,6 +105,12 @@ class LocalPass(msgspec.Struct, eq=False):
             return self.deadline
         until = clock.now() + self.patience
         return until if self.deadline is None else min(until, self.deadline)
+
+    def goes_on(self) -> bool:
+        """Says, after a wait that was in vain, whether to wait again."""
+        if self.moves is None or self.interrupted or (self.deadline is not None and clock.now() >= self.deadline):
+            return False
+        return self.moves(self.describe)
 
     def interrupt(self, worker_id: int, reason: str) -> None:
         """Ends the engine's waiting."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from .._torch import DisableTorchFunctionSubclass, bind_apply, current_graph_task_id
+from .._torch import DisableTorchFunctionSubclass, bind_apply, current_graph_task_id, run_backward
 from ..errors import GradientError
 from ..messages import LogEntry
 from ..primitives import current
@@ -212,12 +212,30 @@ _apply_send, _apply_recv, _apply_wait = (bind_apply(None, kind) for kind in (Sen
 def make_beacon() -> torch.Tensor:
     """Makes a Beacon, a node of torch's own that keeps nothing; returns its token. It can be used any number of times,
     by any thread."""
+    return _make_node(_FIRST, _on_beacon)
+
+
+def _make_node(number: int, prehook: Any) -> torch.Tensor:
     with torch.enable_grad(), torch.inference_mode(False):
         token = torch.zeros((), requires_grad=True).clone()
     node: Any = token.grad_fn
-    node._set_sequence_nr(_FIRST)
-    node.register_prehook(_on_beacon)
+    node._set_sequence_nr(number)
+    node.register_prehook(prehook)
     return token
+
+
+# Note [what a failed engine call leaves behind]
+# Nodes that were ready when another one raised stay in the queue of their thread, and with them all that is behind
+# them, until an engine call of that thread comes to them: if ever, for those with low numbers. So after a failure one
+# is run that comes to all: its only node has the lowest number. The second time is for a Wait, which has the same
+# number, and of two that are equal the engine takes the one first that has been there longer.
+_LAST = _make_node(0, lambda gradients: (None,))
+
+
+def drop_leftovers() -> None:
+    """Drops the nodes that a failed engine call of this thread has left in its queue."""
+    for _ in range(2):
+        run_backward((_LAST,), (_TOKEN,), True, False, (), True, True)
 
 
 def make_send(id: int, tensor: torch.Tensor) -> torch.Tensor:

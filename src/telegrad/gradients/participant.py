@@ -25,6 +25,7 @@ from .contexts import Context, Contexts
 from .diagnosis import PartState
 from .engine_call import EngineCall
 from .host import Host, Task, tell
+from .leaves import GradientTable
 from .local_pass import Arrived, LocalPass
 from .outbox import Poster
 from .torch_modes import applied, restore_defaults
@@ -53,6 +54,8 @@ class Parts:
         self.passes: dict[int, LocalPass] = {}  # by id; single lookups go without the lock
         self._over: OrderedDict[int, None] = OrderedDict()  # tombstones
         self._closed = False
+        self._last_root = -1  # of the last plain backward() whose gradients are in `.grad`
+        self._has_warned = False  # see _warn_of_sharing()
         self.poster = Poster(host, self.all, self._on_local_end)
 
     def __len__(self) -> int:
@@ -293,6 +296,8 @@ class Parts:
                 gradients, local.gradients = local.gradients, None
                 if gradients is not None and begin.into_grad:
                     context.went_into_grad = True
+                    if not context.id:
+                        self._warn_of_sharing(local.pass_id >> COUNTER_BITS, gradients)
                     gradients.add_to_leaves()
                 elif gradients is not None:
                     with context.lock:
@@ -304,6 +309,18 @@ class Parts:
             logger.error("the gradients of pass %d could not be added up: %s", local.pass_id, text_of(error))
         finally:
             self._forget(local)
+
+    def _warn_of_sharing(self, root: int, gradients: GradientTable) -> None:
+        """Warns once when gradients of passes that were begun on different workers meet in one `.grad`."""
+        last, self._last_root = self._last_root, root
+        if last in (root, -1) or self._has_warned or not gradients.meet_others():
+            return
+        self._has_warned = True
+        logger.warning(
+            "worker %r: gradients of backward passes that were begun on workers %r and %r are added up in one `.grad`. "
+            "Zero it between them; or have each of them use telegrad.autograd.context(), which keeps gradients apart",
+            self._name, self._host.name_of(last), self._host.name_of(root),
+        )  # fmt: skip
 
     def _forget(self, local: LocalPass) -> None:
         with self._lock:

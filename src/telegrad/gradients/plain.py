@@ -171,6 +171,10 @@ class Plain(Context):
         ref.id = id
         self.received[id] = ref
 
+    def recvs(self) -> list[Node]:
+        """Returns all Recvs that live."""
+        return [node for ref in list(self.received.values()) if (node := ref()) is not None]
+
     @finaliser
     def _on_death(self, ref: _Ref) -> None:
         self.note(ref.id)
@@ -224,6 +228,8 @@ class Plain(Context):
         """Ends with the worker."""
         self.clear_soon = None
         dead = list(self.sends.values())
+        for sent in dead:
+            sent.graph.sends = 0
         self.sends.clear()
         self.receivers.clear()
         self.received.clear()

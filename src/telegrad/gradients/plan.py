@@ -20,7 +20,7 @@ from .contexts import Context, Contexts
 from .dependency_log import MissingEntryError, flatten_groups, useful
 from .host import Host
 from .local_graph import Edge, Node, find_received, leads_to
-from .pasts import Member, ids_of
+from .pasts import Member, Past, ids_of
 from .plain import entries_of
 
 _ASKING = 60.0  # seconds in which others tell what this worker does not know
@@ -62,6 +62,26 @@ class Planner:
             sends[worker] = tuple(sorted(ids))
         return Plan(sends, frozenset(apart))
 
+    def check_own(self, past: Past) -> None:
+        """
+        Raises:
+            GradientError: another worker of this process has received it, and sends its gradients itself.
+        """
+        received, waiting, seen = self._contexts.plain.received, [past], {past.id}
+        for past in waiting:
+            if past.id < 0:
+                for other in past.depends_on:
+                    if type(other) is Past and other.id not in seen:
+                        seen.add(other.id)
+                        waiting.append(other)
+            elif (node := past.recv()) is None or received.get(past.id) is not node:
+                name = self._host.name_of(self._id)
+                raise GradientError(
+                    f"the roots depend on tensors received by worker {name!r} and by another worker of this "
+                    "process, or one that has shut down: their gradients cannot be sent back in one pass. Send what "
+                    f"one of them has received to {name!r} by a call, or detach() it"
+                )
+
     def plan_for(self, context: Context, received: Iterable[Member], edges: Sequence[Edge], targets: set[Edge]) -> Plan:
         """Plans a pass over what leads from the edges to the targets, which are this worker's."""
         entries = self._closure(context, received, edges)
@@ -98,6 +118,8 @@ class Planner:
             found = self._ask_for_closure(received)
             for id in found:  # those of others they say themselves
                 if id >> COUNTER_BITS == self._id and self._contexts.find_sent_anywhere(id) is None:
+                    if not context.id:
+                        raise self._dropped(id, found)
                     raise MissingEntryError(id)
             for entry in found.values() if not context.id else ():
                 if entry.context:
@@ -112,14 +134,25 @@ class Planner:
             sender = self._host.name_of(sender_of(abs(missing.id)))
             if not context.id and (node is None or not node.context):
                 raise GradientError(
-                    f"the roots depend on a tensor that worker {sender!r} has sent, of whose graph it has nothing any "
-                    "more: it is gone, or was shut down, or the tensor's receiver is gone. Compute the roots anew"
+                    f"the roots depend on a tensor that worker {sender!r} has sent. It is gone, or does not answer, or "
+                    "has dropped the graph behind that tensor since the tensor's receiver is gone. Run the forward "
+                    "pass again"
                 ) from None
             of = f"context {node.context}" if node is not None else "the context of a tensor"
             raise UnknownContextError(
                 f"the roots depend on tensors received from worker {sender!r} in {of}, which has ended. Run backward() "
                 "before it ends, or detach() what is kept from it"
             ) from None
+
+    def _dropped(self, id: int, found: dict[int, LogEntry]) -> GradientError:
+        """Makes the error for a tensor of this worker's whose Send is no more: its receiver is lost. That is the worker
+        which has sent what depends on it."""
+        receivers = {sender_of(abs(entry.id)) for entry in found.values() if id in entry.depends_on}
+        names = " or ".join(repr(self._host.name_of(worker)) for worker in sorted(receivers)) or "another worker"
+        return GradientError(
+            f"the roots depend on a tensor that this worker, {self._host.name_of(self._id)!r}, has sent to worker "
+            f"{names}. That worker is gone, and with it its part of the graph. Run the forward pass again"
+        )
 
     def _ask_for_closure(self, starts: Iterable[Member]) -> dict[int, LogEntry]:
         """Returns all that is upstream of these, them included, by id. What is not known here the workers are asked for

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from _thread import RLock  # threading.RLock is Python code
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from ..errors import BackwardError, CallTimeoutError, PeerLostError, text_of
+from ..events import logger
 from ..messages import Begin
 from ..primitives.waiter import Waiter
 from .backward_pass import BackwardPass, RootInstruction
 from .contexts import Context
-from .diagnosis import explain, state_here
+from .diagnosis import PartState, explain, state_here
 from .host import Host
 
 _ASKING = 0.5  # seconds in which participants say what a failed pass awaited
+_LOOKING = 5.0  # the same, before it is given up
+
+_ADVICE = "No other worker has kept gradients of it; this one may have some in `.grad`: zero it before the next pass"
+_LOST = f"Its part of the graph is gone: run the forward pass again. {_ADVICE}"
 
 
 class RootedPass(msgspec.Struct, eq=False):
@@ -28,16 +34,33 @@ class RootedPass(msgspec.Struct, eq=False):
     finishing: list[RootInstruction] = msgspec.field(default_factory=list)  # left to the thread that waits for the pass
     error: BaseException | None = None
     worker: int = -1  # where the error happened
-    limit: float | None = None  # in seconds, for the text of an error
+    patience: float | None = None  # for how many seconds nothing may move; None: no limit
 
 
 def late_error(root: RootedPass, host: Host) -> CallTimeoutError:
     """Makes the error of a pass whose time is over."""
     missing = sorted(host.name_of(worker) for worker in root.state.missing)
+    if root.begin.timeout is None and root.patience is not None:
+        return CallTimeoutError(
+            f"nothing has moved in the backward pass for {root.patience:g} s (Options.backward_timeout); workers "
+            f"{missing} are not done"
+        )
     return CallTimeoutError(
-        f"the backward pass ran for more than set timeout ({int((root.limit or 0) * 1000)} ms); "
+        f"the backward pass ran for more than set timeout ({int((root.begin.timeout or 0) * 1000)} ms); "
         f"workers {missing} are not done"
     )
+
+
+def moves(root: RootedPass, worker_id: int, host: Host, describe: Callable[[int], PartState]) -> bool:
+    """Asks all workers whether one of them computes; `describe` says it of this one, `worker_id`. One that computes for
+    ever ends no pass, as it would not locally; but it is named in the log."""
+    begin, others = root.begin, root.state.missing - {worker_id}
+    answers, _ = host.ask(others, state_here, (begin.context, begin.pass_id), _LOOKING)
+    states = [describe(worker_id), *(state for state in answers.values() if state is not None)]
+    busy = sorted(host.name_of(state.worker) for state in states if state.computes)
+    if busy:
+        logger.warning("a backward pass has waited for %g s for workers %s, which compute", root.patience or 0.0, busy)
+    return bool(busy) or root.waiter.done
 
 
 def raise_error(root: RootedPass, context: Context, worker_id: int, host: Host) -> None:
@@ -56,6 +79,8 @@ def raise_error(root: RootedPass, context: Context, worker_id: int, host: Host) 
     text = f"Error on Node {worker}: {text_of(error)} (worker {name!r}, in a backward pass)"
     if awaited := _awaited(root, context, worker_id, host):
         text = f"{text}. {awaited}"
+    if not context.id:
+        text = f"{text.rstrip('.')}. {_LOST if isinstance(error, PeerLostError) else _ADVICE}"
     raise BackwardError(text, name, worker) from error
 
 

@@ -11,12 +11,16 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch.autograd.graph import GradientEdge
+
 from .._torch import ImperativeEngine, Variable, is_batched, is_batched_by_autograd
 from ..errors import GradientError
 from ..primitives import clock, current
 from ..primitives.interrupts import in_finaliser
 from ..primitives.untraced import untraced
+from . import adding
 from .local_graph import Node, find_any_received
+from .look import find_received_among
 from .plan import edge_of
 
 if TYPE_CHECKING:
@@ -47,12 +51,29 @@ class PlainEngine(ImperativeEngine):
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> Any:
+        adding.begin_engine_call()
+        try:
+            return self._run(
+                tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+            )
+        finally:
+            adding.engine_calls.pop()
+
+    def _run(
+        self,
+        tensors: Sequence[Any],
+        grad_tensors: Sequence[Any],
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[Any],
+        allow_unreachable: bool,
+        accumulate_grad: bool,
+    ) -> Any:
+        recv: Node | None = None
         for engine in _engines:
             if engine.plain.received:
-                recv = find_any_received([edge_of(t) for t in tensors if _has_history(t)])
+                recv = _find_received(tensors)
                 break
-        else:
-            recv = None
         if recv is None:
             return self.below.run_backward(
                 tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
@@ -82,8 +103,14 @@ class PlainEngine(ImperativeEngine):
         return found
 
 
-def _has_history(root: Any) -> bool:
-    return getattr(root, "grad_fn", None) is not None or hasattr(root, "node")
+def _find_received(roots: Sequence[Any]) -> Node | None:
+    """Returns a tensor's Recv that the roots lead to; None if there is none."""
+    if any(isinstance(root, GradientEdge) for root in roots):
+        edges = [edge_of(root) for root in roots if isinstance(root, GradientEdge) or root.grad_fn is not None]
+        return find_any_received(edges, 1 << 62)[0]
+    candidates = [node for engine in _engines for node in engine.plain.recvs()]
+    with_history = [root for root in roots if root.grad_fn is not None]
+    return find_received_among(with_history, candidates) if candidates and with_history else None
 
 
 def _requires_grad(root: Any) -> bool:
@@ -95,7 +122,12 @@ def _engine_of(recv: Node) -> Engine:
     for engine in _engines:
         if engine.plain.received.get(recv.id) is recv:
             return engine
-    current_one: Engine = current.current_worker().engine  # it was received in a context
+    if not recv.context:
+        raise GradientError(
+            "a tensor was received from another worker by a worker of this process that has shut down: there is no way "
+            "back to where it came from. Run backward() before shutdown(), or detach() what is kept"
+        )
+    current_one: Engine = current.current_worker().engine
     return current_one
 
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from .. import autograd
 from ..errors import CallTimeoutError, GradientError
-from ..gradients.leaves import touching_grad
+from ..gradients import adding
 from ..primitives import clock, current
 from ..primitives.current import current_worker
 from ..rref import RRef, value_here
@@ -118,7 +118,7 @@ class LocalOptimizer:
             group["params"] = [new if twin is old else twin for twin in group["params"]]
 
     def zero_grad(self, set_to_none: bool) -> None:
-        with touching_grad():
+        with adding.touching_grad:
             for param in self._params:
                 if param.grad is None or set_to_none:
                     param.grad = None
@@ -273,7 +273,7 @@ def _in_context(context_id: int, params: Sequence[torch.Tensor]) -> list[torch.T
 
 
 def _grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    with touching_grad():
+    with adding.touching_grad:
         return [param.grad for param in params]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from .._torch import BaseFuture
 from ..errors import CallTimeoutError
 from . import current
 from .interrupts import finaliser, in_finaliser
-from .untraced import untraced_methods
+from .untraced import untraced, untraced_methods
 
 if TYPE_CHECKING:
     from ..runtime.pending import PendingCall
@@ -80,12 +81,14 @@ class Future(torch.futures.Future[Any]):
         return BaseFuture.wait(self)
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        """As torch's. The callback runs in the autograd context that this was called in."""
         self._with_callback()
-        return super().then(callback)
+        return super().then(_in_this_context(callback))
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """As torch's. The callback runs in the autograd context that this was called in."""
         self._with_callback()
-        super().add_done_callback(callback)
+        super().add_done_callback(_in_this_context(callback))
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
@@ -131,6 +134,21 @@ class Future(torch.futures.Future[Any]):
         self.has_callbacks = True
         if self._failure is not None:
             self._failure.seen.append(None)
+
+
+def _in_this_context(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a callback that runs in the autograd context that is current now, on whichever thread."""
+    context_id = current.current_context_id()
+    return partial(_run_in, context_id, callback) if context_id else callback
+
+
+@untraced
+def _run_in(context_id: int, callback: Callable[[Any], Any], future: Any) -> Any:
+    token = current.context_id.set(context_id)
+    try:
+        return callback(future)
+    finally:
+        current.context_id.reset(token)
 
 
 class _Failure:

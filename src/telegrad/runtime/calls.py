@@ -195,7 +195,7 @@ class Calls:
             context = worker.contexts.live.get(context_id) or worker.attach.current()
         elif self._plain is None or plain.thread.untracked:
             envelope.untracked = True
-        elif modes is None or (modes.grad and not modes.inference):
+        elif modes is None or not modes.inference:
             context = self._plain
         self._pending.calls[call.id] = call
         try:

@@ -169,7 +169,7 @@ class Server:
         context: Context | None = None
         if call.autograd is not None and call.autograd.context:
             context = worker.attach.context_of(call)
-        elif not call.untracked and (call.modes is None or (call.modes.grad and not call.modes.inference)):
+        elif not call.untracked and (call.modes is None or not call.modes.inference):
             context = worker.contexts.plain  # the caller follows tensors outside of contexts
         try:
             worker.send(connection, envelope, Reply(result), None, None, context)

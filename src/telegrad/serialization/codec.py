@@ -48,7 +48,7 @@ from .by_name import Names
 from .devices import NO_MAP, StrictTargets, Targets, UnmappedDeviceError, check_all_here
 from .handles import Handle
 from .pickling_state import Outgoing
-from .values import Attach, Values, reason_of
+from .values import Attach, Values, check_bare, reason_of
 
 Control = Begin | Done | End | Release | Hold | Drop | Return | Forget  # with no tensors in them, and nothing of users'
 Body = Call | Reply | Failure | Gradients | Control
@@ -140,6 +140,8 @@ class Codec(Values):
             else:
                 values = msgspec.structs.astuple(body)
             pickled, buffers = self.dump(values, message)
+            if message.in_modules:
+                check_bare(values, message)
             if message.carried:
                 answered_as = envelope.id if envelope.kind == Kind.CALL else None
                 buffers = [self.definitions.carry(message, answered_as), *buffers]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .._torch import DisableTorchFunctionSubclass
+from .._torch import DisableTorchFunctionSubclass, tree_leaves
 from ..errors import DecodeError, EncodeError, text_of
 from ..options import SHARED_MEMORY_FROM
 from ..primitives.interrupts import interruptible, is_interrupt
@@ -45,6 +45,22 @@ _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 class _ByValueError(Exception):
     """Something in the message must go by value."""
+
+
+def check_bare(values: Any, message: Outgoing) -> None:
+    """Refuses tensors that are sent by themselves and in a module: their gradients would come back or not, depending
+    on which of the two the receiver uses.
+
+    Raises:
+        EncodeError: there is one.
+    """
+    in_modules = message.in_modules or ()
+    for value in (*tree_leaves(values), *(message.tracked or ())):
+        if isinstance(value, torch.Tensor) and value.requires_grad and id(value) in in_modules:
+            raise EncodeError(
+                f"a tensor of shape {tuple(value.shape)} that requires grad is sent by itself, and also in a module. "
+                "Modules go by value, and no gradients come back from them. Send one of the two, or detach() the tensor"
+            )
 
 
 class Values:

@@ -1,0 +1,78 @@
+"""Adding to `.grad`, where several threads do."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from .._torch import current_graph_task_id, run_backward
+
+# Two threads must never touch one leaf's `.grad` at the same time: not even to read it is safe in torch. Held for a
+# moment only. Reentrant: a finaliser may run in it.
+touching_grad = threading.RLock()
+
+# Note [two that add to one leaf]
+# A backward() of this process has torch add to `.grad`, under a lock that is the node's own. So while one runs, what
+# other passes have for a leaf is added by the node, too: by an engine call that has nothing else in it. The hooks of
+# the leaf would run again in it; so a leaf with hooks, or on a device, is left to the program, as among threads that
+# change `.grad` themselves. An engine call that begins waits for the lock above, once: then those that add without a
+# node are done, or will see it.
+engine_calls: list[None] = []  # as many as there are engine calls of torch's own backward()
+
+
+def can_go_by_node(leaf: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Says whether a leaf's node can add this to its `.grad`, and run no code of users."""
+    return (
+        leaf.is_cpu
+        and leaf.requires_grad
+        and not gradient.requires_grad
+        and not leaf._backward_hooks
+        and not leaf._post_accumulate_grad_hooks
+    )
+
+
+def add_by_nodes(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Adds gradients to their leaves' `.grad`."""
+    if current_graph_task_id() >= 0:  # inside of an engine call, whose nodes this one would work off
+        thread = threading.Thread(target=add_by_nodes, args=(found,), daemon=True)
+        thread.start()
+        thread.join()
+        return
+    edges = tuple(torch.autograd.graph.get_gradient_edge(leaf) for leaf, _ in found)
+    run_backward(edges, tuple(gradient for _, gradient in found), False, False, (), True, True)
+
+
+def begin_engine_call() -> None:
+    """Says that torch's own backward() is about to run; `engine_calls.pop()` that it is over."""
+    engine_calls.append(None)
+    with touching_grad:
+        pass
+
+
+def _in_child() -> None:
+    """In a fork: the threads that held it, or ran engine calls, are not there."""
+    global touching_grad
+    touching_grad = threading.RLock()
+    engine_calls.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def accumulated(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+    """Returns the sum, by AccumulateGrad's rules: into the old one where that can be, out of place for a gradient that
+    is itself to be differentiated, and the dense term first in a mixed sum."""
+    if old is None:
+        return new
+    if old.requires_grad or new.requires_grad:
+        with torch.enable_grad():
+            return old + new
+    with torch.no_grad():
+        if old.is_sparse and not new.is_sparse:
+            return new + old
+        if old.is_inference() and not torch.is_inference_mode_enabled():
+            return old + new
+        return old.add_(new)

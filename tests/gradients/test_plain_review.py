@@ -1,0 +1,221 @@
+"""Gradients outside of contexts where something else is at work: other groups, other threads, hooks, modules."""
+
+# ruff: noqa: F811 (fixtures are imported)
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+from fault_fixtures import workers  # noqa: F401
+from torch import nn
+
+import telegrad
+from telegrad import errors, rpc
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(3, requires_grad=True)
+
+
+# -- groups ------------------------------------------------------------------------------------------------
+
+
+def test_what_was_received_in_another_group():
+    """Its gradients go nowhere, and to no other tensor."""
+    x, other = ones(), ones()
+    with telegrad.LocalCluster(["b"], transport="inproc"):
+        old = rpc.rpc_sync("b", torch.mul, args=(x, 2))
+    with telegrad.LocalCluster(["b"], transport="inproc"):
+        alive = rpc.rpc_sync("b", torch.mul, args=(other, 5))
+        with pytest.raises(errors.GradientError, match="that has shut down"):
+            old.sum().backward()
+        with pytest.raises(errors.GradientError, match="that has shut down"):
+            (old + alive).sum().backward()
+        sent = rpc.rpc_sync("b", torch.mul, args=(old, 2))
+        with pytest.raises(errors.GradientError):
+            sent.sum().backward()
+        assert x.grad is None and other.grad is None
+        del sent, alive
+        gc.collect()
+
+
+_kept: list[torch.Tensor] = []
+
+
+def keep(x: torch.Tensor) -> None:
+    _kept.append(x)
+
+
+def test_received_by_two_workers_of_one_process(workers):
+    x = ones()
+    rpc.rpc_sync("b", keep, args=(x,))
+    found = rpc.rpc_sync("c", torch.mul, args=(x, 2))
+    with pytest.raises(errors.GradientError, match="and by another worker of this process"):
+        (_kept.pop() + found).sum().backward()
+    found.sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
+
+
+# -- threads -----------------------------------------------------------------------------------------------
+
+_large = torch.ones(200_000, requires_grad=True)
+
+
+def use_large() -> torch.Tensor:
+    return _large * 1
+
+
+def trains(count: int) -> None:
+    for _ in range(count):
+        rpc.rpc_sync("driver", use_large).sum().backward()
+
+
+def test_passes_of_others_while_this_worker_adds_to_the_same_leaf(workers):
+    """Nothing of either is lost."""
+    _large.grad = torch.zeros_like(_large)
+    count = 40
+    done = rpc.rpc_async("b", trains, args=(count,))
+    for _ in range(count):
+        (_large * 1).sum().backward()
+    done.wait()
+    assert torch.equal(_large.grad, torch.full_like(_large, 2.0 * count).detach())
+    _large.grad = None
+
+
+# -- hooks -------------------------------------------------------------------------------------------------
+
+_hooked = torch.ones(3, requires_grad=True)
+
+
+def use_hooked(x: torch.Tensor) -> torch.Tensor:
+    return x * _hooked
+
+
+def grad_of_hooked() -> torch.Tensor | None:
+    return _hooked.grad
+
+
+def slowly(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    y.register_hook(lambda gradient: time.sleep(0.3))
+    return y
+
+
+@pytest.mark.parametrize(("how", "wanted"), [("nothing", 8.0), ("zeroed", 3.0), ("none", 3.0), ("added", 10.0)])
+def test_a_grad_that_changes_before_its_pass_is_done(workers, how, wanted):
+    _hooked.grad = torch.full((3,), 5.0)
+    seen: list[torch.Tensor] = []
+    handle = _hooked.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.clone()))
+    began = threading.Event()
+
+    def change() -> None:
+        deadline = time.monotonic() + 20
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(0.05)
+        if how == "zeroed":
+            _hooked.grad.zero_()  # type: ignore[union-attr]
+        elif how == "none":
+            _hooked.grad = None
+        elif how == "added":
+            _hooked.grad += 2  # type: ignore[operator]
+        began.set()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    found = rpc.rpc_sync("b", use_hooked, args=(torch.full((3,), 3.0),))
+    (found.sum() + rpc.rpc_sync("c", slowly, args=(ones(),)).sum()).backward()
+    thread.join(20)
+    handle.remove()
+    assert began.is_set()
+    assert torch.equal(seen[0], torch.full((3,), 8.0))
+    assert torch.equal(rpc.rpc_sync("b", grad_of_hooked), torch.full((3,), wanted))
+    _hooked.grad = None
+
+
+# -- modules and modes -------------------------------------------------------------------------------------
+
+
+def run_module(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_a_parameter_beside_its_module(workers):
+    module = nn.Linear(3, 3)
+    for args in ((module, module.weight), (module.weight, module), ([module], [module.weight])):
+        with pytest.raises(errors.EncodeError, match="also in a module"):
+            rpc.rpc_sync("b", run_module, args=args)
+    rpc.rpc_sync("b", run_module, args=(module, module.weight.detach()))
+    other = nn.Linear(3, 3)
+    rpc.rpc_sync("b", run_module, args=(module, other.weight)).sum().backward()
+    assert torch.equal(other.weight.grad, torch.full((3, 3), 2.0))  # type: ignore[arg-type]
+
+
+_weight = torch.full((3,), 3.0, requires_grad=True)
+
+
+def grad_of_weight() -> torch.Tensor | None:
+    return _weight.grad
+
+
+def enables_grad(x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        return x * _weight
+
+
+def test_a_callee_that_enables_grad(workers):
+    """As a function does locally."""
+    x = ones()
+    with torch.no_grad():
+        found = rpc.rpc_sync("b", enables_grad, args=(x,))
+    found.sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 3.0))  # type: ignore[arg-type]
+    assert torch.equal(rpc.rpc_sync("b", grad_of_weight), torch.ones(3))
+    _weight.grad = None
+
+
+# -- deep graphs -------------------------------------------------------------------------------------------
+
+DEEP = """
+    import sys
+    import torch
+    import telegrad
+    from telegrad import rpc
+
+    def deep(x, length=200_000):
+        for _ in range(length):
+            x = x * 1.0
+        return x
+
+    kind = sys.argv[1]
+    with telegrad.LocalCluster(["b"], transport="inproc"):
+        x = torch.ones(1, requires_grad=True)
+        alive = rpc.rpc_sync("b", torch.mul, args=(x, 2))
+        if kind == "local":
+            loss = deep(x)
+            loss.backward()
+        elif kind == "sent":
+            loss = rpc.rpc_sync("b", torch.mul, args=(deep(x), 2))
+            loss.backward()
+        elif kind == "kept":
+            kept = rpc.rpc_sync("b", torch.mul, args=(deep(x), 2))
+        print(x.grad)
+        if kind != "kept":
+            del loss
+    print("done")
+"""
+
+
+@pytest.mark.parametrize("kind", ["local", "sent", "kept"])
+def test_deep_graphs(kind):
+    program = [sys.executable, "-c", textwrap.dedent(DEEP), kind]
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=90)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.endswith("done\n")
