@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import telegrad
-from telegrad import autograd, rpc
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 
@@ -54,7 +53,7 @@ class Block(nn.Module):
         self.gate = nn.Linear(WIDTH, EXPERTS)
         self.head = nn.Linear(WIDTH, TOKENS)
         workers = [WORKERS[n % len(WORKERS)] for n in range(EXPERTS)]
-        self.experts = [RemoteModule.from_module(worker, Expert()) for worker in workers]
+        self.experts = nn.ModuleList(RemoteModule.from_module(worker, Expert()) for worker in workers)
 
     def forward(self, tokens: Tensor, late: int) -> Tensor:
         x = self.embedding(tokens)
@@ -76,16 +75,14 @@ def main() -> None:
     torch.manual_seed(0)
     with telegrad.LocalCluster(WORKERS):
         block = Block()
-        here = [rpc.RRef(parameter) for parameter in block.parameters()]
-        there = [handle for expert in block.experts for handle in expert.remote_parameters()]
-        optimizer = DistributedOptimizer(torch.optim.Adam, here + there, lr=0.01)
+        optimizer = DistributedOptimizer(torch.optim.Adam, block.parameters(), lr=0.01)
         for step in track(range(steps), description="training"):
             tokens = torch.randint(TOKENS, (BATCH, LENGTH))
             wanted = (tokens + tokens.amax(1, keepdim=True)) % TOKENS  # add the largest one to each
-            with autograd.context() as context_id:
-                loss = cross_entropy(block(tokens, late=step % EXPERTS), wanted.flatten())
-                autograd.backward(context_id, [loss])
-                optimizer.step(context_id)
+            loss = cross_entropy(block(tokens, late=step % EXPERTS), wanted.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
             losses.append(loss.item())
         for expert in block.experts:
             passes = expert.get_module_rref().rpc_sync().get_passes()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import telegrad
-from telegrad import autograd, rpc
+from telegrad import rpc
 from telegrad.optim import DistributedOptimizer
 
 NAMES = ["front", "back"]
@@ -72,11 +72,11 @@ def main() -> None:
         inputs, targets = x.to(here), y.to(here)
         began = time.perf_counter()
         for _ in track(range(steps), description="training"):
-            with autograd.context() as context_id:
-                loss = mse_loss(through(stages, inputs), targets)
-                autograd.backward(context_id, [loss])
-                optimizer.step(context_id)
-                losses.append(loss.item())
+            loss = mse_loss(through(stages, inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
         took = time.perf_counter() - began
     stages_on = ", ".join(f"{name} on {device_of(n)}" for n, name in enumerate(NAMES))
     print(f"{stages_on}; the data on {here}; {took / steps * 1e3:.1f} ms for a step")

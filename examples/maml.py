@@ -1,8 +1,8 @@
 """MAML, learning to learn: the tasks are on other workers.
 
-What you learn here: `autograd.grad` differentiates a remote computation as torch.autograd.grad does a local one, and
-with `create_graph=True` its result can be differentiated again. The meta-gradient goes through the inner step, and
-so twice through every worker. The same code in one process gives the same gradient, which is checked first.
+What you learn here: `torch.autograd.grad` differentiates a remote computation as it does a local one, and with
+`create_graph=True` its result can be differentiated again. The meta-gradient goes through the inner step, and so twice
+through every worker. The same code in one process gives the same gradient, which is checked first.
 
     python examples/maml.py --steps 150
 """
@@ -13,7 +13,6 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from rich.progress import track
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import telegrad
-from telegrad import autograd, rpc
+from telegrad import rpc
 
 WORKERS = ["school", "academy"]
 TASKS, POINTS, WIDTH = 4, 10, 32  # tasks in each meta-step, points in each task, hidden units
@@ -52,20 +51,19 @@ def losses_here(weights: list[list[Tensor]], tasks: range, part: int) -> list[Te
     return [task_loss(own, task, part) for own, task in zip(weights, tasks, strict=True)]
 
 
-def meta_loss(weights: list[Tensor], tasks: range, losses: Callable, grad: Callable) -> Tensor:
+def meta_loss(weights: list[Tensor], tasks: range, losses: Callable) -> Tensor:
     """The mean loss of all tasks on new points, after an inner step on each task's own points."""
     own = [[weight.clone() for weight in weights] for _ in tasks]  # so one pass serves all tasks
     flat = [weight for each in own for weight in each]
-    gradients = iter(grad(sum(losses(own, tasks, 0)), flat, create_graph=True))
+    gradients = iter(torch.autograd.grad(sum(losses(own, tasks, 0)), flat, create_graph=True))
     adapted = [[weight - INNER_RATE * next(gradients) for weight in each] for each in own]
     return torch.stack(losses(adapted, tasks, 1)).mean()
 
 
 def meta_backward(weights: list[Tensor], tasks: range) -> Tensor:
     """Leaves the meta-gradient in `.grad` of the weights, where an optimizer expects it."""
-    with autograd.context() as context_id:
-        loss = meta_loss(weights, tasks, losses_there, partial(autograd.grad, context_id))
-        autograd.backward(context_id, [loss], into="grad")
+    loss = meta_loss(weights, tasks, losses_there)
+    loss.backward()
     return loss.detach()
 
 
@@ -80,7 +78,7 @@ def main() -> None:
 
     with telegrad.LocalCluster(WORKERS):
         before = meta_backward(weights, unseen)
-        local = torch.autograd.grad(meta_loss(weights, unseen, losses_here, torch.autograd.grad), weights)
+        local = torch.autograd.grad(meta_loss(weights, unseen, losses_here), weights)
         worst = max((w.grad - here).abs().max().item() for w, here in zip(weights, local, strict=True))
         print(f"meta-gradients across workers and in one process differ by {worst:.1g} at most")
         for step in track(range(options.steps), description="meta-training"):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import telegrad
-from telegrad import autograd, rpc
+from telegrad import rpc
 from telegrad.optim import DistributedOptimizer
 
 NAMES = ["first", "second", "third"]
@@ -78,10 +78,10 @@ def main() -> None:
         handles = [handle for stage in stages for handle in stage.rpc_sync().parameter_handles()]
         optimizer = DistributedOptimizer(torch.optim.Adam, handles, lr=0.01)
         for _ in track(range(options.steps), description="training"):
-            with autograd.context() as context_id:
-                loss = mse_loss(forward(stages, queues, x), y)
-                autograd.backward(context_id, [loss])
-                optimizer.step(context_id)
+            loss = mse_loss(forward(stages, queues, x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
             losses.append(loss.item())
             local_optimizer.zero_grad()
             local_loss = mse_loss(model(x), y)

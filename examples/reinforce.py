@@ -17,7 +17,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 import telegrad
-from telegrad import autograd, rpc
+from telegrad import rpc
 
 OBSERVERS = ["observer0", "observer1", "observer2"]
 GAMES, WIDTH, HEIGHT = 32, 7, 5  # each observer plays so many games at once, on a board of this size
@@ -74,10 +74,9 @@ def main() -> None:
         history = []
         for _ in track(range(steps), description="playing"):
             optimizer.zero_grad()
-            with autograd.context() as context_id:
-                rounds = [observer.rpc_async().play(handle) for observer in observers]
-                losses, caught = zip(*[played.wait() for played in rounds], strict=True)
-                autograd.backward(context_id, [torch.stack(losses).mean()], into="grad")
+            rounds = [observer.rpc_async().play(handle) for observer in observers]
+            losses, caught = zip(*[played.wait() for played in rounds], strict=True)
+            torch.stack(losses).mean().backward()
             optimizer.step()
             history.append(sum(caught) / len(caught))
 

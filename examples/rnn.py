@@ -1,7 +1,7 @@
 """A recurrent network whose embedding table and decoder are on a parameter server.
 
 What you learn here: a `RemoteModule` is used like any layer, and a `DistributedOptimizer` steps parameters wherever
-they are, here on two workers, with the gradients that one backward pass has left on each. The tables stay on the
+they are, here on two workers, with the gradients that `loss.backward()` has left on each. The tables stay on the
 server; only the rows that are looked up and the scores of letters travel.
 
     python examples/rnn.py --steps 120
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import telegrad
-from telegrad import autograd, rpc
+from telegrad import rpc
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 
@@ -39,10 +39,6 @@ class Writer(nn.Module):
     def forward(self, letters: Tensor) -> Tensor:
         states, _ = self.lstm(self.embedding(letters))
         return self.decoder(states)
-
-    def parameter_handles(self) -> list[rpc.RRef[nn.Parameter]]:
-        here = [rpc.RRef(parameter) for parameter in self.lstm.parameters()]
-        return [*self.embedding.remote_parameters(), *here, *self.decoder.remote_parameters()]
 
     def write_on(self, start: str, length: int) -> str:
         """The text goes on with the likeliest letter, again and again."""
@@ -76,14 +72,14 @@ def main() -> None:
         seed(0)
         rpc.rpc_sync("server", seed, args=(1,))
         model = Writer("server")
-        optimizer = DistributedOptimizer(torch.optim.Adam, model.parameter_handles(), lr=0.01)
+        optimizer = DistributedOptimizer(torch.optim.Adam, model.parameters(), lr=0.01)
         for _ in track(range(options.steps), description="reading"):
             batch = torch.randperm(len(letters))[:16]
-            with autograd.context() as context_id:
-                scores = model(letters[batch])
-                loss = cross_entropy(scores.flatten(0, 1), following[batch].flatten())
-                autograd.backward(context_id, [loss])
-                optimizer.step(context_id)
+            scores = model(letters[batch])
+            loss = cross_entropy(scores.flatten(0, 1), following[batch].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
             losses.append(loss.item())
         print(f"it writes: {model.write_on('she ', len(TEXT))}")
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import telegrad
-from telegrad import autograd, rpc
+from telegrad import rpc
 from telegrad.events import Event
 
 PATIENTS, BATCH, CUT = 600, 64, 4  # CUT: how wide the model is at the boundary
@@ -40,11 +40,11 @@ class Lab:
         self.half = new_half(CUT, 1, seed=2)
         self.optimizer = torch.optim.Adam(self.half.parameters(), lr=0.01)
 
-    def learn(self, context_id: int, activations: Tensor, patients: Tensor) -> float:
+    def learn(self, activations: Tensor, patients: Tensor) -> float:
         """One step. When it returns, the clinic has the gradients of its weights too."""
         self.optimizer.zero_grad()
         loss = binary_cross_entropy_with_logits(self.half(activations), self.diagnoses[patients])
-        autograd.backward(context_id, [loss], into="grad")
+        loss.backward()
         self.optimizer.step()
         return loss.item()
 
@@ -80,8 +80,7 @@ def main() -> None:
         for _ in track(range(steps), description="training"):
             patients = torch.randint(PATIENTS, (BATCH,))
             optimizer.zero_grad()
-            with autograd.context() as context_id:
-                lab.rpc_sync().learn(context_id, half(measurements[patients]), patients)
+            lab.rpc_sync().learn(half(measurements[patients]), patients)
             optimizer.step()
         stop()
         after = lab.rpc_sync().accuracy(half(measurements))

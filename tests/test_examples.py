@@ -107,6 +107,12 @@ def numbers(pattern: str, out: str) -> list[float]:
     return [float(group) for group in found.groups()]
 
 
+def test_training_loop(run: Run) -> None:
+    out = run("training_loop.py", "--steps", "20")
+    assert "(0): RemoteModule(on='a', device='cpu')" in out
+    assert "parameters after 20 steps: the same bits as in one process\n" in out
+
+
 def test_parameter_server(run: Run) -> None:
     out = run("parameter_server.py", "--steps", "40")
     before, after = numbers(rf"loss on the whole wave: {NUMBER} before training, {NUMBER} after it\n", out)
@@ -165,7 +171,7 @@ def test_split_learning(run: Run) -> None:
     assert before < 60
     assert after >= 90
     kinds = set(re.findall(r"clinic [<>] lab +(\w+)", out))
-    assert kinds <= {"call", "reply", "begin", "gradients", "done", "end", "release"}, "something else has crossed"
+    assert kinds <= {"call", "reply", "begin", "gradients", "done", "end", "forget"}, "something else has crossed"
     assert "clinic < lab  gradients" in out and "clinic > lab  gradients" not in out
 
 
