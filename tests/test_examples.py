@@ -109,7 +109,7 @@ def numbers(pattern: str, out: str) -> list[float]:
 
 def test_training_loop(run: Run) -> None:
     out = run("training_loop.py", "--steps", "20")
-    assert "(0): RemoteModule(on='a', device='cpu')" in out
+    assert "(0): RemoteModule(Encoder, on='a', device='cpu')" in out
     assert "parameters after 20 steps: the same bits as in one process\n" in out
 
 

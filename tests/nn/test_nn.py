@@ -150,7 +150,9 @@ def test_what_it_says_of_itself():
     assert (there.on, there.device) == ("a", "cpu")
     assert there.get_module_rref() is there.module_rref
     assert there.module_rref.owner_name() == "a"
-    assert repr(there) == "RemoteModule(on='a', device='cpu')"
+    assert repr(there) == "RemoteModule(Linear, on='a', device='cpu')"
+    other = RemoteModule.init_from_module_rref("a", there.module_rref)
+    assert repr(other) == "RemoteModule(on='a', device='cpu')"
     assert ask(there, "out_features") == 2
 
 
@@ -495,7 +497,7 @@ def test_a_sequential_reaches_them():
     for p in there[1].parameters():
         p.requires_grad = True
     assert ask(there[1], "scale.requires_grad") and not ask(there[3], "scale.requires_grad")
-    assert repr(there).count("RemoteModule(on=") == 2
+    assert repr(there).count("RemoteModule(Net, on=") == 2
     with pytest.raises(RuntimeError, match="RemoteModule can only be pickled when using RPC"):
         copy.deepcopy(there)
 
@@ -823,10 +825,14 @@ def test_what_it_refuses():
         lambda: there.register_buffer("name", torch.ones(1)),
         lambda: there.register_parameter("name", nn.Parameter(torch.ones(1))),
         lambda: there.add_module("name", nn.ReLU()),
+        lambda: setattr(there, "name", nn.Parameter(torch.ones(1))),
         there.share_memory,
     ):
         with pytest.raises(ValueError, match="not supported for RemoteModule: the module is on worker 'a'"):
             refused()
+    for swapped in ({"0.weight": torch.ones(2, 4)}, dict(nn.Sequential(there).named_parameters())):
+        with pytest.raises(ValueError, match="'weight' of a RemoteModule cannot be replaced from here"):
+            torch.func.functional_call(nn.Sequential(there), swapped, x(False))
 
 
 def test_an_error_in_forward():

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import rpc
 from .._torch import parse_to
 from ..gradients.plain import untracked
-from ..optim.remote_tensor import RemoteBuffer, RemoteParameter, from_rows, keys_known
+from ..optim.remote_tensor import RemoteBuffer, RemoteParameter, RemoteTensor, from_rows
 from ..primitives.current import current_worker
 from ..rref import RRef
 from ..serialization.handles import Handle
@@ -68,6 +68,7 @@ class RemoteModule(nn.Module):
 
     on: str | int
     device: str
+    _what: str  # the name of the module's class, to be shown
     module_rref: RRef[nn.Module]
 
     def __init__(
@@ -85,6 +86,7 @@ class RemoteModule(nn.Module):
         if not callable(module_cls):
             raise TypeError(f"module_cls is a class of modules, not {module_cls!r}")
         self.on, self.device = _parse(remote_device)
+        self._what = getattr(module_cls, "__name__", "")
         made_with = (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
         self.module_rref = rpc.remote(self.on, remote.create, made_with)
 
@@ -99,7 +101,7 @@ class RemoteModule(nn.Module):
             raise TypeError(f"an RRef to a module is needed, not a {type(module_rref).__name__}")
         on, device = _parse(remote_device)
         current_worker().info(on)
-        return _built(RemoteModule, module_rref, module_rref.owner_name(), device, True)
+        return _built(RemoteModule, module_rref, module_rref.owner_name(), device, True, "")
 
     @classmethod
     def from_module(cls, remote_device: str, module: nn.Module) -> RemoteModule:
@@ -113,7 +115,7 @@ class RemoteModule(nn.Module):
         on, device = _parse(remote_device)
         with _outside_of_contexts():  # else its parameters would arrive with a history
             rref = rpc.remote(on, remote.adopt, (module, device))
-        return _built(cls, rref, on, device, module.training)
+        return _built(cls, rref, on, device, module.training, type(module).__name__)
 
     # -- calls -----------------------------------------------------------------------------------------
 
@@ -158,12 +160,14 @@ class RemoteModule(nn.Module):
 
     def _members(self, which: str, cls: type[Any]) -> dict[str, Any]:
         """Asks the owner, each time: they may have been replaced there."""
+        # Those that it has found are kept: programs compare the ids of parameters.
+        kept = self.__dict__.get(f"_{which}", {})
+        known = [tensor.key for tensor in kept.values() if isinstance(tensor, RemoteTensor)]
         try:
-            found = dict(from_rows(cls, self._call(remote.members, which, keys_known())))
+            found = _Members(from_rows(cls, self._call(remote.members, which, known)))
         except AttributeError as error:  # Python would say that there is no such property
             raise RuntimeError(f"on worker {self.module_rref.owner_name()!r}: {error}") from error
-        # Kept, since programs compare the ids of parameters.
-        self.__dict__[f"_{which}_kept"] = list(found.values())
+        self.__dict__[f"_{which}"] = found
         return found
 
     @property
@@ -316,8 +320,8 @@ class RemoteModule(nn.Module):
     # -- the object here ------------------------------------------------------------------------------------
 
     def extra_repr(self) -> str:
-        """Its worker and device."""
-        return f"on={self.on!r}, device={self.device!r}"
+        """The class of the module, its worker and device."""
+        return f"{self._what}{', ' if self._what else ''}on={self.on!r}, device={self.device!r}"
 
     register_buffer = _refused("register_buffer")
     register_parameter = _refused("register_parameter")
@@ -325,7 +329,20 @@ class RemoteModule(nn.Module):
     share_memory = _refused("share_memory")
 
     def __reduce__(self) -> Any:
-        return _built, (type(self), _Sent(self.module_rref), self.on, self.device, self.training)
+        return _built, (type(self), _Sent(self.module_rref), self.on, self.device, self.training, self._what)
+
+
+class _Members(dict[str, Any]):
+    """Parameters or buffers of a RemoteModule, by name."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise ValueError(
+            f"{name!r} of a RemoteModule cannot be replaced from here, as by torch.func.functional_call: make a call to "
+            "its worker that does it there"
+        )
+
+    def __delitem__(self, name: str) -> None:
+        self[name] = None
 
 
 class RemoteHook:
@@ -361,11 +378,11 @@ class _Sent(Handle):
         )
 
 
-def _built(cls: type[RemoteModule], rref: Any, on: str | int, device: str, training: bool) -> RemoteModule:
+def _built(cls: type[RemoteModule], rref: Any, on: str | int, device: str, training: bool, what: str) -> RemoteModule:
     module = cls.__new__(cls)
     nn.Module.__init__(module)
     module.module_rref = rref.rref if isinstance(rref, _Sent) else rref  # copy.copy() hands on what was given
-    module.on, module.device, module.training = on, device, training
+    module.on, module.device, module.training, module._what = on, device, training, what
     return module
 
 

@@ -30,7 +30,7 @@ from ..serialization.handles import Handle
 __all__ = ["RemoteBuffer", "RemoteGradient", "RemoteParameter", "RemoteTensor"]
 
 Key = tuple[int, int]  # the owner's id, and the tensor's address there: it lives as long as a handle to it
-Row = tuple[str, Key, RRef[Any] | None, tuple[int, ...], torch.dtype, bool]  # of a tensor: what _describe() says of it
+Row = tuple[str, Key, RRef[Any] | None, tuple[int, ...], torch.dtype, bool]  # of a tensor: see to_rows()
 
 # Attributes and methods that are answered here. Not `is_leaf`: an optimizer of torch's asks for it first, and must not
 # take these. On the CPU they are for programs that take their inputs to the device of the parameters: a RemoteModule
@@ -164,11 +164,6 @@ def _filler(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 # -- from an owner to here ---------------------------------------------------------------------------------
-
-
-def keys_known() -> list[Key]:
-    """Names the tensors that this worker has an object for: their handles need not be sent again."""
-    return list(_known.get(current_worker(), ()))
 
 
 def from_rows(cls: type[Any], rows: Iterable[Row]) -> list[tuple[str, torch.Tensor]]:
