@@ -337,8 +337,8 @@ class _Members(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         raise ValueError(
-            f"{name!r} of a RemoteModule cannot be replaced from here, as by torch.func.functional_call: make a call to "
-            "its worker that does it there"
+            f"{name!r} of a RemoteModule cannot be replaced from here, as by torch.func.functional_call: make a call "
+            "to its worker that does it there"
         )
 
     def __delitem__(self, name: str) -> None:
