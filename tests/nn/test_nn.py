@@ -236,6 +236,19 @@ def test_parameters_stand_for_those_of_the_module():
         _ = there.scale
 
 
+def test_parameters_in_the_modes_of_torch():
+    there = RemoteModule("a", nn.Linear, (4, 2))
+    with torch.inference_mode(), torch.device("meta"):
+        weight = next(there.parameters())
+    assert weight.device == torch.device("cpu") and weight.requires_grad
+    there.double().requires_grad_(False)
+    with torch.inference_mode():
+        assert next(there.parameters()) is weight
+    assert weight.dtype == torch.float64 and not weight.requires_grad
+    there.requires_grad_()
+    assert next(there.parameters()).requires_grad
+
+
 def test_a_parameter_is_one_object():
     """Programs compare the ids of parameters, and put them into sets."""
     there = RemoteModule("a", Net)
@@ -328,6 +341,7 @@ def test_what_parameters_refuse():
         lambda: setattr(weight, "grad", torch.ones(2, 4)),
         lambda: setattr(weight, "data", torch.ones(2, 4)),
         lambda: weight.register_post_accumulate_grad_hook(print),
+        lambda: weight.__cuda_array_interface__,
         lambda: copy.deepcopy(weight),
         lambda: pickle.dumps(weight),
         lambda: torch.save(weight, io.BytesIO()),

@@ -50,12 +50,14 @@ class RemoteTensor(torch.Tensor):
 
     rref: RRef[Any]  # to the tensor; of a gradient: to its parameter
     key: Key
+    on: str  # the owner's name
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_attribute = func.__name__ in ("__get__", "__set__")
-        name = func.__self__.__name__ if is_attribute else func.__name__
-        if name in _ANSWERED and func.__name__ != "__set__":
+        method = getattr(func, "__name__", str(func))
+        is_attribute = method in ("__get__", "__set__")
+        name = getattr(func.__self__, "__name__", "an attribute") if is_attribute else method
+        if name in _ANSWERED and method != "__set__":
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         tensor = args[0] if args else None
@@ -63,7 +65,7 @@ class RemoteTensor(torch.Tensor):
             if name in ("requires_grad", "requires_grad_"):
                 tensor._require_grad(*args[1:], **(kwargs or {}))
                 return None if is_attribute else tensor  # torch never lets go of what a setter returns
-            if name == "grad" and func.__name__ == "__get__":
+            if name == "grad" and method == "__get__":
                 return tensor._gradient()
             if name == "grad" and args[1] is None:
                 return rpc.rpc_sync(tensor.rref.entry.owner, _clear_gradient, (tensor.rref.entry.id,))
@@ -83,13 +85,11 @@ class RemoteTensor(torch.Tensor):
         if found is None:
             return None
         gradient: RemoteGradient = _made(RemoteGradient, *found)
-        gradient.rref, gradient.key = self.rref, self.key
+        gradient.rref, gradient.key, gradient.on = self.rref, self.key, self.on
         return gradient
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if not hasattr(self, "rref"):
-            return f"{type(self).__name__}()"
-        return f"{type(self).__name__}({tuple(self.shape)}, dtype={self.dtype}, on={self.rref.owner_name()!r})"
+        return f"{type(self).__name__}({tuple(self.shape)}, dtype={self.dtype}, on={self.on!r})"
 
     __str__ = __repr__
 
@@ -114,7 +114,10 @@ class _Sendable(RemoteTensor, Handle):
 
 
 class RemoteParameter(_Sendable, nn.Parameter):
-    """A parameter that is on another worker. `rref` is the handle to it, `to_here()` fetches its values."""
+    """A parameter that is on another worker. `rref` is the handle to it, `to_here()` fetches its values.
+
+    Its shape, dtype and `requires_grad` are as of the last `parameters()`.
+    """
 
 
 class RemoteBuffer(_Sendable):
@@ -129,7 +132,7 @@ class RemoteGradient(RemoteTensor):
         with untracked():
             found = rpc.rpc_sync(self.rref.entry.owner, _gradient_of, (self.rref.entry.id,))
         if found is None:
-            raise RuntimeError(f"the parameter on worker {self.rref.owner_name()!r} has no gradient any more")
+            raise RuntimeError(f"the parameter on worker {self.on!r} has no gradient any more")
         return found  # type: ignore[no-any-return]
 
 
@@ -154,12 +157,13 @@ def _first_of(args: Any) -> RemoteTensor | None:
 
 
 def _made(cls: type[Any], shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool = False) -> Any:
-    return torch.Tensor._make_subclass(cls, _filler(shape, dtype), requires_grad)
+    with torch.inference_mode(False):
+        return torch.Tensor._make_subclass(cls, _filler(shape, dtype), requires_grad)
 
 
 def _filler(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Makes a tensor of one element's memory. If ever it is taken for the values, that shows."""
-    one = torch.zeros((), dtype=dtype)
+    one = torch.zeros((), dtype=dtype, device="cpu")
     return (one.fill_(math.nan) if dtype.is_floating_point or dtype.is_complex else one).expand(shape)
 
 
@@ -180,9 +184,9 @@ def from_rows(cls: type[Any], rows: Iterable[Row]) -> list[tuple[str, torch.Tens
         if tensor is None:
             assert rref is not None
             new = _made(cls, shape, dtype, requires_grad)
-            new.rref, new.key = rref, key
+            new.rref, new.key, new.on = rref, key, rref.owner_name()
             tensor = known.setdefault(key, new)
-        with DisableTorchFunctionSubclass():  # it may have changed there
+        with torch.inference_mode(False), DisableTorchFunctionSubclass():  # it may have changed there
             if tensor.shape != shape or tensor.dtype != dtype:
                 tensor.data = _filler(shape, dtype)
             if tensor.requires_grad != requires_grad:
