@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from .._torch import DisableTorchFunctionSubclass, bind_apply, current_graph_task_id, run_backward, will_engine_execute
+from .._torch import bind_apply, current_graph_task_id, run_backward, will_engine_execute
 from .local_graph import Node, find_any_received
 
-_FEW = 64  # nodes; for more it is quicker to ask torch
+_FEW = 8  # nodes; for more it is quicker to ask torch
 _MANY = 16_384  # nodes; Python can look at so many
 _PER_CANDIDATE = 4  # so much quicker is it to ask torch for one received tensor than to look at a node
 _ONE = torch.ones(())
@@ -63,8 +63,11 @@ def find_received_among(roots: Sequence[torch.Tensor], candidates: Sequence[Node
     found, is_more = find_any_received(edges, most)
     if not is_more:
         return found
-    with torch.enable_grad(), DisableTorchFunctionSubclass():
+    if torch.is_grad_enabled():
         token = _apply(*roots)
+    else:
+        with torch.enable_grad():
+            token = _apply(*roots)
     _thread.candidates = candidates
     try:
         run_backward((token,), (_ONE,), True, False, (), True, True)
