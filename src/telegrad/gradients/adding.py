@@ -20,7 +20,7 @@ touching_grad = threading.RLock()
 # the leaf would run again in it; so a leaf with hooks, or on a device, is left to the program, as among threads that
 # change `.grad` themselves. An engine call that begins waits for the lock above, once: then those that add without a
 # node are done, or will see it.
-engine_calls: list[None] = []  # as many as there are engine calls of torch's own backward()
+engine_calls: list[None] = []  # as many as there are engine calls of torch's own backward(): see seam.py
 
 
 def can_go_by_node(leaf: torch.Tensor, gradient: torch.Tensor) -> bool:
@@ -43,13 +43,6 @@ def add_by_nodes(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         return
     edges = tuple(torch.autograd.graph.get_gradient_edge(leaf) for leaf, _ in found)
     run_backward(edges, tuple(gradient for _, gradient in found), False, False, (), True, True)
-
-
-def begin_engine_call() -> None:
-    """Says that torch's own backward() is about to run; `engine_calls.pop()` that it is over."""
-    engine_calls.append(None)
-    with touching_grad:
-        pass
 
 
 def _in_child() -> None:

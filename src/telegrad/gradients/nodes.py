@@ -212,7 +212,12 @@ _apply_send, _apply_recv, _apply_wait = (bind_apply(None, kind) for kind in (Sen
 def make_beacon() -> torch.Tensor:
     """Makes a Beacon, a node of torch's own that keeps nothing; returns its token. It can be used any number of times,
     by any thread."""
-    return _make_node(_FIRST, _on_beacon)
+    return make_first(_on_beacon)
+
+
+def make_first(prehook: Any) -> torch.Tensor:
+    """Makes a node that stands by itself and runs before all others that are ready; returns its token."""
+    return _make_node(_FIRST, prehook)
 
 
 def _make_node(number: int, prehook: Any) -> torch.Tensor:

@@ -48,18 +48,19 @@ def carried(members: Iterable[Member], to: int) -> list[LogEntry]:
     other the one upstream comes first. What `to` has sent itself it keeps as long as anything depends on it."""
     found: list[LogEntry] = []
     begun: set[int] = set()
-
-    def carry(member: Member) -> None:
-        if type(member) is not Past or member.id in begun or len(begun) >= _MOST or member.id >> COUNTER_BITS == to:
-            return
-        begun.add(member.id)
-        for other in member.depends_on:
-            carry(other)
-        found.append(LogEntry(member.id, 0, ids_of(member.depends_on)))
-
     for member in members:
-        carry(member)
+        _carry(member, to, begun, found)
     return found
+
+
+# Not inside of the function above: one that refers to itself is left to the garbage collector.
+def _carry(member: Member, to: int, begun: set[int], found: list[LogEntry]) -> None:
+    if type(member) is not Past or member.id in begun or len(begun) >= _MOST or member.id >> COUNTER_BITS == to:
+        return
+    begun.add(member.id)
+    for other in member.depends_on:
+        _carry(other, to, begun, found)
+    found.append(LogEntry(member.id, 0, ids_of(member.depends_on)))
 
 
 def rebuilt(entries: Iterable[LogEntry], find_own: Callable[[int], Past | None]) -> dict[int, Past]:

@@ -226,7 +226,7 @@ class Plain(Context):
 
     def close(self) -> None:
         """Ends with the worker."""
-        self.clear_soon = None
+        self.clear_soon, self.submit = None, lambda task: task()  # a tensor that is kept must not keep the worker
         dead = list(self.sends.values())
         for sent in dead:
             sent.graph.sends = 0

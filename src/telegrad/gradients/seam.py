@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.autograd.graph import GradientEdge
 
 from .._torch import ImperativeEngine, Variable, is_batched, is_batched_by_autograd
@@ -20,7 +21,7 @@ from ..primitives.interrupts import in_finaliser
 from ..primitives.untraced import untraced
 from . import adding
 from .local_graph import Node, find_any_received
-from .look import find_received_among
+from .look import find_received_among, run_unless_received
 from .plan import edge_of
 
 if TYPE_CHECKING:
@@ -51,11 +52,15 @@ class PlainEngine(ImperativeEngine):
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> Any:
-        adding.begin_engine_call()
+        args = (keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
+        adding.engine_calls.append(None)  # see Note [two that add to one leaf]
         try:
-            return self._run(
-                tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
-            )
+            with adding.touching_grad:
+                pass
+            for engine in _engines:
+                if engine.plain.received:
+                    return self._run(tensors, grad_tensors, *args)
+            return self.below.run_backward(tensors, grad_tensors, *args)
         finally:
             adding.engine_calls.pop()
 
@@ -69,24 +74,27 @@ class PlainEngine(ImperativeEngine):
         allow_unreachable: bool,
         accumulate_grad: bool,
     ) -> Any:
+        """Does the same where received tensors live."""
+        args = (keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
+        run = self.below.run_backward
         recv: Node | None = None
-        for engine in _engines:
-            if engine.plain.received:
-                recv = _find_received(tensors)
-                break
+        candidates = [node for engine in _engines if engine.plain.received for node in engine.plain.recvs()]
+        if candidates:
+            if inputs or torch.cuda.is_initialized() or not all(_is_inner(root) for root in tensors):
+                recv = _find_received(tensors, candidates)
+            else:
+                recv, done = run_unless_received(run, tensors, grad_tensors, args, candidates)
+                if recv is None:
+                    return done
         if recv is None:
-            return self.below.run_backward(
-                tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
-            )
+            return run(tensors, grad_tensors, *args)
         if any(is_batched(g) or is_batched_by_autograd(g) for g in grad_tensors if g is not None):
             raise GradientError(
                 "is_grads_batched=True, or another transform, is not supported where the outputs depend on tensors "
                 "received from other workers: ask for one gradient after the other, with retain_graph=True"
             )
         if not all(_requires_grad(tensor) for tensor in tensors):
-            return self.below.run_backward(  # which says what is wrong
-                tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
-            )
+            return run(tensors, grad_tensors, *args)  # which says what is wrong
         if current.thread.critical:
             raise in_finaliser("backward()")
         engine, serving = _engine_of(recv), current.current_serving()
@@ -103,14 +111,17 @@ class PlainEngine(ImperativeEngine):
         return found
 
 
-def _find_received(roots: Sequence[Any]) -> Node | None:
+def _is_inner(root: Any) -> bool:
+    return isinstance(root, torch.Tensor) and root.grad_fn is not None
+
+
+def _find_received(roots: Sequence[Any], candidates: Sequence[Node]) -> Node | None:
     """Returns a tensor's Recv that the roots lead to; None if there is none."""
     if any(isinstance(root, GradientEdge) for root in roots):
         edges = [edge_of(root) for root in roots if isinstance(root, GradientEdge) or root.grad_fn is not None]
         return find_any_received(edges, 1 << 62)[0]
-    candidates = [node for engine in _engines for node in engine.plain.recvs()]
-    with_history = [root for root in roots if root.grad_fn is not None]
-    return find_received_among(with_history, candidates) if candidates and with_history else None
+    inner = [root for root in roots if root.grad_fn is not None]
+    return find_received_among(inner, candidates) if inner else None
 
 
 def _requires_grad(root: Any) -> bool:
