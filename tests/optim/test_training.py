@@ -39,7 +39,7 @@ def cluster(request: pytest.FixtureRequest, server: telegrad.ForkServer) -> Iter
 
 @pytest.fixture(autouse=True)
 def no_leaks(cluster: telegrad.LocalCluster) -> Iterator[None]:
-    """After every test no worker keeps or refers to anything, without the garbage collector."""
+    """After every test no worker keeps or refers to anything."""
     yield
     deadline = time.monotonic() + PATIENCE
     while True:

@@ -1,6 +1,6 @@
-"""What telegrad has in place of torch.nn.utils, for models with parts on other workers: with its names and arguments.
+"""Clipping of gradients in `.grad` on all owners, with the names and arguments of torch.nn.utils.
 
-`torch.nn.utils` has no part of the gradients of a RemoteModule, and says so.
+The functions of torch.nn.utils change gradients of this process only. For those of a RemoteModule they raise.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def clip_norm(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
-    """The same; without a context for the gradients in `.grad`."""
+    """Does the same; without a context for the gradients in `.grad`."""
     handles, owners = _spread(params)
 
     def arguments(owner: Owner, number: Any) -> tuple[Any, ...]:

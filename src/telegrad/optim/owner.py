@@ -203,33 +203,31 @@ def step(id: int, version: int, news: News | None, context_id: int | None) -> No
     params = value_here(id).params
     gradients: list[torch.Tensor | None] = []
     if context_id is None:
-        _settle()
+        settle()
     else:  # before the lock: this may wait for the end of a pass
         gradients = _in_context(context_id, params)
     with _alone(id, version, news) as local:
         if context_id is None:
-            gradients = _grads(params)
+            gradients = grads(params)
         local.step(gradients)
 
 
 @torch.no_grad()
 def unscale(id: int, version: int, news: News | None, factor: torch.Tensor, allow_fp16: bool) -> bool:
     """Returns whether all gradients are finite."""
-    _settle()
-    finite: list[torch.Tensor] = []
+    settle()
     with _alone(id, version, news) as local:
-        for gradient in _grads(local.params):
-            if gradient is None:
-                continue
-            if gradient.dtype is torch.float16 and not allow_fp16:
-                raise ValueError("Attempting to unscale FP16 gradients.")
-            values = _values(gradient)
-            finite.append(torch.isfinite(values).all())
+        all_values = [_values(gradient) for gradient in grads(local.params) if gradient is not None]
+        if not allow_fp16 and any(values.dtype is torch.float16 for values in all_values):
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        finite = [torch.isfinite(values).all() for values in all_values]
+        for values in all_values:
             values.mul_(factor.to(values.device))
     return all(bool(flag) for flag in finite)
 
 
 def zero_grad(id: int, version: int, news: News | None, set_to_none: bool) -> None:
+    settle()
     with _alone(id, version, news) as local:
         local.zero_grad(set_to_none)
 
@@ -250,7 +248,7 @@ def load_state_dict(id: int, version: int, news: News | None, state: dict[Any, A
 # -- gradients ---------------------------------------------------------------------------------------------
 
 
-def _settle() -> None:
+def settle() -> None:
     """Waits for the last word on plain passes that are done here: it may come later than a call of a third worker."""
     worker = current_worker()
     if worker.engine.parts.passes:
@@ -272,7 +270,7 @@ def _in_context(context_id: int, params: Sequence[torch.Tensor]) -> list[torch.T
     return gradients
 
 
-def _grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+def grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     with adding.touching_grad:
         return [param.grad for param in params]
 
@@ -281,8 +279,8 @@ def _gradients(context_id: int | None, rrefs: Iterable[RRef[Any]]) -> list[tuple
     """Returns the parameters, and their gradients in a context or in `.grad`."""
     params = [_parameter(rref) for rref in rrefs]
     if context_id is None:
-        _settle()
-        return [*zip(params, _grads(params), strict=True)]
+        settle()
+        return [*zip(params, grads(params), strict=True)]
     return [*zip(params, _in_context(context_id, params), strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Who has the parameters that an optimizer, or a function that clips, is given; and one call to each of them."""
+"""The owners of the parameters that an optimizer, or a function that clips, is given; and one call to each of them."""
 
 from __future__ import annotations
 

@@ -22,10 +22,12 @@ from torch import nn
 
 from .. import rpc
 from .._torch import DisableTorchFunctionSubclass
+from ..gradients import adding
 from ..gradients.plain import untracked
 from ..primitives.current import current_worker
 from ..rref import RRef, value_here
 from ..serialization.handles import Handle
+from .owner import grads, settle
 
 __all__ = ["RemoteBuffer", "RemoteGradient", "RemoteParameter", "RemoteTensor"]
 
@@ -38,7 +40,7 @@ Row = tuple[str, Key, RRef[Any] | None, tuple[int, ...], torch.dtype, bool]  # o
 _ANSWERED = frozenset(
     ("shape", "size", "dim", "ndim", "numel", "nelement", "__len__", "dtype", "element_size", "itemsize", "nbytes")
     + ("is_floating_point", "is_complex", "layout", "is_sparse", "is_quantized", "is_nested", "names", "__hash__")
-    + ("device", "is_cpu", "is_cuda", "is_meta", "requires_grad", "grad_fn", "retains_grad", "_is_param")
+    + ("device", "is_cpu", "is_cuda", "is_meta", "requires_grad", "grad_fn", "retains_grad")
 )
 
 # By worker of this process: all that live.
@@ -46,7 +48,7 @@ _known: WeakKeyDictionary[Any, WeakValueDictionary[Key, Any]] = WeakKeyDictionar
 
 
 class RemoteTensor(torch.Tensor):
-    """What the three have in common."""
+    """Base of the three."""
 
     rref: RRef[Any]  # to the tensor; of a gradient: to its parameter
     key: Key
@@ -217,15 +219,23 @@ def _require_grad(id: int, requires_grad: bool) -> None:
     value_here(id).requires_grad_(requires_grad)
 
 
+def _grad(id: int) -> torch.Tensor | None:
+    settle()
+    return grads([value_here(id)])[0]
+
+
 def _describe_gradient(id: int) -> tuple[tuple[int, ...], torch.dtype] | None:
-    gradient = value_here(id).grad
+    gradient = _grad(id)
     return None if gradient is None else (tuple(gradient.shape), gradient.dtype)
 
 
 def _gradient_of(id: int) -> torch.Tensor | None:
-    gradient = value_here(id).grad
+    gradient = _grad(id)
     return None if gradient is None else gradient.detach()
 
 
 def _clear_gradient(id: int) -> None:
-    value_here(id).grad = None
+    tensor = value_here(id)
+    settle()
+    with adding.touching_grad:
+        tensor.grad = None
