@@ -201,6 +201,9 @@ DEEP = """
         if kind == "local":
             loss = deep(x)
             loss.backward()
+        elif kind == "received":
+            loss = deep(alive)
+            loss.backward()
         elif kind == "sent":
             loss = rpc.rpc_sync("b", torch.mul, args=(deep(x), 2))
             loss.backward()
@@ -213,7 +216,7 @@ DEEP = """
 """
 
 
-@pytest.mark.parametrize("kind", ["local", "sent", "kept"])
+@pytest.mark.parametrize("kind", ["local", "received", "sent", "kept"])
 def test_deep_graphs(kind):
     program = [sys.executable, "-c", textwrap.dedent(DEEP), kind]
     ran = subprocess.run(program, capture_output=True, text=True, timeout=90)

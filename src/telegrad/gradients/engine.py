@@ -183,7 +183,7 @@ class Engine:
                 context, starts, gradients = self._contexts.plain, tensors, given or ()
                 edges = [edge_of(tensor) for tensor in tensors]
                 graph = Graph(self._contexts.plain.new_group, marks=True)
-                reach, _, _ = graph.walk_once(edges)
+                reach = graph.walk_from_roots(edges, self._contexts.plain.free_later)
                 leaves = checkpoints = ()
                 for member in reach:
                     if type(member) is Past:

@@ -8,12 +8,14 @@ not come to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import msgspec
 
+from ..primitives.interrupts import finaliser
 from .nodes import AccumulateGrad, CheckpointNode, RecvNode
 from .pasts import Member
 
@@ -33,7 +35,28 @@ _REACH = "telegrad"  # where a mark is, in the metadata of its node
 _SHORT, _LONG = 6, 9  # slabs of 64 and 512 numbers
 _HASH, _BITS, _PICKED = 2654435761, (1 << 32) - 1, 1 << 29
 _UNMARKED = 64  # nodes; a walk that came to fewer leaves no marks
+
+# Note [deep graphs]
+# torch frees nodes that Python has looked at by recursion, and a chain of some 50,000 overflows the stack. That does
+# not happen where all of them are held, and let go one after the other from the root on. The Graph does it for what was
+# sent. What is behind the root of a pass dies with the root, which the program holds: a list of it hangs on the root,
+# and is handed on when the root dies. It must not die in that moment, when the root still holds what is behind it.
 _DEEP = 4096  # nodes; torch may free a longer chain by recursion
+_BEHIND = "telegrad behind"  # where that list is, in the metadata of the root
+
+
+class Behind:
+    """The nodes behind a root, those furthest from it first."""
+
+    __slots__ = ("_free_later", "_nodes")
+
+    def __init__(self, nodes: list[Node], free_later: Callable[[list[Node]], object]) -> None:
+        self._nodes = nodes
+        self._free_later = free_later
+
+    @finaliser
+    def __del__(self) -> None:
+        self._free_later(self._nodes)
 
 
 class Graph(msgspec.Struct, eq=False):
@@ -68,6 +91,21 @@ class Graph(msgspec.Struct, eq=False):
         while len(known) > nodes:
             known.popitem()  # in this order: see _forget()
         return reach, *new
+
+    def walk_from_roots(self, roots: Sequence[Edge], free_later: Callable[[list[Node]], object]) -> Reach:
+        """Returns what the roots of a pass lead to, and remembers nothing. Has deep graphs freed as they can be: see
+        Note [deep graphs]."""
+        known, reach = self.known, NOTHING
+        for edge in roots:
+            before = len(known)
+            found = self.walk((edge,))
+            reach = self._union(reach, found) if reach else found
+            if len(known) - before > _DEEP:
+                nodes = list(islice(known, before, None))
+                nodes.pop()  # the root itself: all others are behind it
+                edge[0].metadata[_BEHIND] = Behind(nodes, free_later)
+        self.clear()
+        return reach
 
     def leave_marks(self) -> None:
         """Leaves what was found on nodes, and keeps no more of it than is needed."""

@@ -97,6 +97,7 @@ class Plain(Context):
     groups: Any = msgspec.field(default_factory=weakref.WeakValueDictionary)  # Pasts of this worker's groups, by id
     # Written by finalisers, which must not lock:
     dead: deque[int] = msgspec.field(default_factory=deque)  # ids of received tensors whose Recv has died
+    to_free: deque[list[Node]] = msgspec.field(default_factory=deque)  # see Note [deep graphs] in local_graph.py
     clearing: bool = False
     clear_soon: Task | None = None
     submit: Callable[[Task], None] = lambda task: task()  # has another thread run it
@@ -187,6 +188,11 @@ class Plain(Context):
             self.clearing = True
             clear_soon()
 
+    def free_later(self, nodes: list[Node]) -> None:
+        """Has nodes freed soon, the last one first. From finalisers."""
+        self.to_free.append(nodes)
+        self.note()
+
     def _sort_locked(self) -> None:
         while self.dead:
             id = self.dead.popleft()
@@ -213,6 +219,10 @@ class Plain(Context):
 
     def _clear(self, host: Host) -> None:
         self.clearing = False
+        while self.to_free:
+            nodes = self.to_free.popleft()
+            while nodes:
+                nodes.pop()
         with self.lock:
             self._sort_locked()
             told, self.to_forget = self.to_forget, {}
