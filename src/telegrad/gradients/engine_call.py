@@ -148,6 +148,8 @@ class EngineCall:
             for sent in local.sent.values():
                 graphs[sent.graph] = None
             for graph in graphs:
+                if graph.was_cleared:  # what is not watched would go to `.grad` at once
+                    raise InterruptedPassError("the pass is over: what was sent in it is not kept any more")
                 for node in graph.leaves:
                     leaves[node] = None
                 checkpoints += graph.checkpoints

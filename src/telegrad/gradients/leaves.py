@@ -263,13 +263,14 @@ class _Turn:
         turns before in the same pass."""
         if self._holder is not holder:
             return None
-        before = self._aside
+        before, after = self._aside, leaf.grad
         version = 0 if before is None else before._version
         base = before if earlier is None else earlier.after
-        after = self.end(leaf, holder)
         if after is not None and after._is_view():  # DistributedDataParallel's may be a part of its buffer
             after = after.clone()
+        # Before the turn ends: what has waited for that is added to `before` itself.
         change = after if after is None or base is None else after - base
+        self.end(leaf, holder)
         if earlier is not None:
             before, version = earlier.before, earlier.version
             if change is not None and earlier.change is not None:
