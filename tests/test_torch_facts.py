@@ -426,7 +426,8 @@ def test_devices_of_events() -> None:
 
 def test_each_line_has_a_fact() -> None:
     names = {name for name in vars(_torch) if not name.startswith("_")} - {"torch", "annotations", "cast", "Any"}
-    assert names - {"partial"} == _covered
+    of_cuda = {"cuda_device", "cuda_raw_stream"}  # tests/cuda/test_cuda_facts.py
+    assert names - {"partial"} - of_cuda == _covered
 
 
 def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -312,6 +312,7 @@ def test_capture_of_a_graph(shared: Ends) -> None:
     assert shared.ask("take_and_sum", messages[0]) == [65 * MIB]
 
 
+@pytest.mark.alone
 def test_no_memory_goes_by_the_host(shared: Ends) -> None:
     free = torch.cuda.mem_get_info()[0]
     hog = torch.empty(free - 256 * MIB, dtype=torch.uint8, device=GPU)
