@@ -240,3 +240,27 @@ def test_leaves_inside_of_reentrant_checkpoints(of_x: str, device: str) -> None:
         autograd.backward(context_id, [loss])
         assert autograd.get_gradients(context_id)[x].tolist() == [6.0] * 4
         assert rpc.rpc_sync("a", gradients_of_leaves, args=(context_id, device)) == [12.0, 8.0]
+
+
+class Nothing(torch.autograd.Function):
+    """Two in, two out; the gradient of the first is None, so that the CPU runs what is behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        torch.cuda.synchronize()
+        return None, gradient
+
+
+def test_a_gradient_of_none_on_a_device(cluster: Any) -> None:
+    """A node that gets None is run by the CPU's thread, which may wait for what depends on it."""
+    x = torch.ones(4, device="cuda", requires_grad=True)
+    with autograd.context() as context_id:
+        first = rpc.rpc_sync("a", same, args=(x,))
+        second = rpc.rpc_sync("a", same, args=(first * 2,))
+        loss = Nothing.apply(second.sin(), x * 3).sum()
+        autograd.backward(context_id, [loss], timeout=PATIENCE)
+        assert autograd.get_gradients(context_id)[x].tolist() == [3.0] * 4
