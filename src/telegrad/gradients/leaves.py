@@ -419,11 +419,18 @@ class Capture:
         with self._lock:
             self.gradients.add(leaf, gradient)
 
+    def take_over(self, other: Capture) -> None:
+        with self._lock:
+            self.gradients.take_over(other.gradients)
+
+    def at_close(self, undo: Callable[[], object]) -> None:
+        self._cleanup.append(undo)
+
     def close(self) -> None:
         """Takes no more."""
-        for undo in self._cleanup:
+        cleanup, self._cleanup = self._cleanup, []
+        for undo in cleanup:
             undo()
-        self._cleanup.clear()
 
 
 def _in_child() -> None:
