@@ -5,6 +5,10 @@ comes to are known only then, and their gradients belong to the pass as well. So
 pass, what it computed is walked, and its leaves are watched too, but for its own inputs; and so on for the checkpoints
 in there.
 
+A call to another worker inside of such a checkpoint is followed outside of contexts: the checkpoint's own engine call
+is a pass of its own then, begun on this worker. It is done when the checkpoint is, and what it has added to `.grad`
+stays there if the pass around it fails. (With use_reentrant=False there is one pass, and all or nothing.)
+
 An engine call is known by torch's number for it, which the first of its nodes that runs finds out: a leaf on a device
 runs on another thread than the checkpoint.
 """

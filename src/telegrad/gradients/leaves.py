@@ -104,7 +104,7 @@ class GradientTable(msgspec.Struct, eq=False):
                 turn = _turns.get(leaf) if _turns.data else None
                 if turn is not None and turn.is_taken:
                     turn.to_add.append(gradient)
-                elif adding.engine_calls and adding.can_go_by_node(leaf, gradient):
+                elif adding.engine_calls and leaf not in _averaged and adding.can_go_by_node(leaf, gradient):
                     by_node.append((leaf, gradient))
                 else:
                     leaf.grad = accumulated(leaf.grad, gradient)
