@@ -596,7 +596,8 @@ def test_the_python_object_of_a_function_lives_as_long_as_its_node() -> None:
 
 def test_each_line_has_a_fact() -> None:
     names = {name for name in vars(_torch) if not name.startswith("_")} - {"torch", "annotations", "cast", "Any"}
-    assert names - {"partial"} == _covered
+    of_cuda = {"cuda_device", "cuda_raw_stream"}  # tests/cuda/test_cuda_facts.py
+    assert names - {"partial"} - of_cuda == _covered
 
 
 def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:

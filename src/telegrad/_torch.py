@@ -62,3 +62,7 @@ prepare_newer_profile = torch.autograd.profiler.profile._prepare_trace
 start_newer_profile = torch.autograd.profiler.profile._start_trace
 is_newer_profiler_on = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 parse_legacy_records = cast(Any, torch.autograd.profiler_legacy)._parse_legacy_records
+
+# devices; a torch without CUDA has not got them
+cuda_device: Any = getattr(_C, "_cuda_getDevice", None)
+cuda_raw_stream: Any = getattr(_C, "_cuda_getCurrentRawStream", None)

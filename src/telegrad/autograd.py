@@ -1,5 +1,9 @@
 """The public functions of gradients, with torch.distributed.autograd's names where it has them.
 
+`loss.backward()` and torch.autograd.grad() find their way to other workers by themselves, and gradients are in `.grad`
+where their leaves are. Contexts are for what should be kept apart: several trainers over the same parameters, gradients
+of which all or none count, a time limit for each pass.
+
     with context() as context_id:
         loss = rpc_sync("worker", forward, args=(batch,)).sum()
         backward(context_id, [loss])

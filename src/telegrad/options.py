@@ -65,7 +65,8 @@ class Options:
     way back. Else they arrive as leaves there, as in torch. What a caller has set holds for its calls and their
     answers."""
     backward_timeout: float = 60.0
-    """How long `loss.backward()` waits with nothing left to do and no gradient coming; 0 means no limit."""
+    """How long `loss.backward()` waits while nothing moves: no gradient comes, and no worker computes. 0 means no
+    limit. A worker that computes for longer is waited for, and named in the log."""
 
     spin: float = 300e-6
     """How long a thread that expects a message polls before it sleeps. Waking an idle core costs more

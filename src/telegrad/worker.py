@@ -146,6 +146,7 @@ class Worker:
                 addresses = self._peers.listen()
                 host, rank, has_maps = self.member.host, self.member.rank, device_maps.are_set(self.options)
                 self.member = Member(self.id, self.name, addresses, host, rank, has_maps)
+            device_maps.check_own(self.group, self.member, self.options)
             for end in self._self_ends:
                 end.open()
             self._threads.start()

@@ -223,6 +223,7 @@ def test_the_sender_dies_before_its_copy_is_done(fresh: Ends, count: int) -> Non
     torch.cuda.synchronize()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("state", ["unread", "copying"])
 def test_the_receiver_dies_and_its_memory_goes_back(state: str) -> None:
     torch.cuda.synchronize()
@@ -241,6 +242,7 @@ def test_the_receiver_dies_and_its_memory_goes_back(state: str) -> None:
     assert torch.ones(10, device=GPU).sum().item() == 10
 
 
+@pytest.mark.alone
 def test_nothing_grows() -> None:
     ends = Ends().negotiate()
     tensor = random_bytes(64 * MIB)
@@ -310,6 +312,7 @@ def test_capture_of_a_graph(shared: Ends) -> None:
     assert shared.ask("take_and_sum", messages[0]) == [65 * MIB]
 
 
+@pytest.mark.alone
 def test_no_memory_goes_by_the_host(shared: Ends) -> None:
     free = torch.cuda.mem_get_info()[0]
     hog = torch.empty(free - 256 * MIB, dtype=torch.uint8, device=GPU)

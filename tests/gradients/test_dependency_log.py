@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from telegrad.errors import GradientError
 from telegrad.gradients.dependency_log import Log, MissingEntryError, flatten_groups, useful
 from telegrad.messages import LogEntry
 
@@ -244,3 +245,10 @@ def test_groups_are_flattened():
     assert flatten_groups([-3, 9], entries) == {1, 2, 3, 4, 9}  # through groups, not through tensors
     assert flatten_groups([1], entries) == {1}
     assert flatten_groups([], entries) == set()
+
+
+def test_useful_refuses_a_history_in_a_circle():
+    """What other workers tell is not believed to end."""
+    entries = {1: entry(1, 3), 2: entry(2, 1), 3: entry(3, 2)}
+    with pytest.raises(GradientError, match="goes in a circle"):
+        useful(entries, lambda id: False)

@@ -7,41 +7,49 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.function import BackwardCFunction
 
 import telegrad
 from telegrad import autograd, rpc
 from telegrad.gradients import devices
+from telegrad.gradients.devices import Mix, mix_of
 from telegrad.gradients.nodes import AccumulateGrad
 
 
-def node(device: str, *nexts: Any) -> Any:
+def node(device: str, *nexts: Any, kind: type = object) -> Any:
     metadata = (SimpleNamespace(device=torch.device(device)),)
-    return type("Node", (), {"_input_metadata": metadata, "next_functions": tuple((n, 0) for n in nexts)})()
+    found = {"_input_metadata": metadata, "next_functions": tuple((n, 0) for n in nexts)}
+    return type("Node", (kind,), found)()
 
 
 def leaf() -> Any:
     return (torch.zeros(1, requires_grad=True) * 1).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def test_a_cpu_node_behind_a_device_needs_the_pump() -> None:
-    assert devices.mixes_devices([node("cuda:0", node("cuda:0", node("cpu")))])
-    assert devices.mixes_devices([node("cpu", node("cuda:0", node("cuda:0")), node("cuda:1", node("cpu")))])
+def test_a_cpu_node_behind_a_device_needs_the_pump_often() -> None:
+    assert mix_of([node("cuda:0", node("cuda:0", node("cpu")))]) is Mix.BOTH
+    assert mix_of([node("cpu", node("cuda:0", node("cuda:0")), node("cuda:1", node("cpu")))]) is Mix.BOTH
 
 
-def test_no_pump_for_one_kind_of_device_or_leaves() -> None:
+def test_a_function_of_the_users_may_return_none_for_which_the_cpu_runs() -> None:
+    assert mix_of([node("cuda:0", node("cuda:0"), kind=BackwardCFunction)]) is Mix.BOTH
+    assert mix_of([node("cuda:0", leaf(), kind=BackwardCFunction)]) is Mix.DEVICE_ONLY
+
+
+def test_one_kind_of_device_or_leaves() -> None:
     accumulate = leaf()
     assert type(accumulate) is AccumulateGrad
-    assert not devices.mixes_devices([node("cpu", node("cpu", accumulate))])
-    assert not devices.mixes_devices([node("cuda:0", node("cuda:1", accumulate, None))])
-    assert not devices.mixes_devices([node("cpu", node("cuda:0", node("cuda:0")))])  # as behind each Wait
-    assert not devices.mixes_devices([None])
+    assert mix_of([node("cpu", node("cpu", accumulate))]) is Mix.NO_DEVICE
+    assert mix_of([node("cuda:0", node("cuda:1", accumulate, None))]) is Mix.DEVICE_ONLY
+    assert mix_of([node("cpu", node("cuda:0", node("cuda:0")))]) is Mix.DEVICE_ONLY  # as behind each Wait
+    assert mix_of([None]) is Mix.NO_DEVICE
 
 
 def test_a_shared_node_is_looked_at_once() -> None:
     deep = node("cpu")
     for _ in range(60):
         deep = node("cpu", deep, deep)
-    assert not devices.mixes_devices([deep])
+    assert mix_of([deep]) is Mix.NO_DEVICE
 
 
 def slow_double(x: torch.Tensor) -> torch.Tensor:

@@ -512,6 +512,28 @@ def test_checkpoints_inside_of_checkpoints(reentrant):
     assert_same(found, expected(local.sum(), NAMES), times=2)
 
 
+def inner_leaves(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x) * leaf("a.v")
+
+
+def one_leaf_each(x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(inner_leaves, x * leaf("a.w"), use_reentrant=True)
+
+
+def deep_checkpoints(x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(one_leaf_each, x, use_reentrant=True)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # of the inner one, in forward
+def test_a_leaf_that_only_an_inner_checkpoint_knows():
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [there("a", deep_checkpoints, leaf("driver.x")).sum()])
+        found = gradients(context_id, NAMES)
+    x, w, v = (leaf(name) for name in NAMES)
+    assert_same(found, expected((torch.sin(x * w) * v).sum(), NAMES))
+    assert all(leaf(name).grad is None for name in NAMES)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_around_what_was_received(reentrant):
     #      driver: x ───────▶ a: x * a.w ───────▶ driver: checkpoint ───────▶ b: * b.w ───────▶ driver: sum

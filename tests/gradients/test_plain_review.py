@@ -140,6 +140,56 @@ def test_a_grad_that_changes_before_its_pass_is_done(workers, how, wanted):
     _hooked.grad = None
 
 
+NAMES = "abc"
+PATHS = (("r1", "abc"), ("r2", "cba"), ("r1", "bacab"), ("r2", "acbca"), ("r1", "cab"))
+_on_paths = {name: torch.ones(3, requires_grad=True, dtype=torch.float64) for name in NAMES}
+
+
+def hop(path: str, x: torch.Tensor) -> torch.Tensor:
+    y = x * _on_paths[path[0]]
+    return rpc.rpc_sync(path[1], hop, args=(path[1:], y)) if len(path) > 1 else y  # type: ignore[no-any-return]
+
+
+def trains_over(path: str, count: int) -> None:
+    for _ in range(count):
+        x = torch.ones(3, requires_grad=True, dtype=torch.float64)
+        rpc.rpc_sync(path[0], hop, args=(path, x)).sum().backward()
+        assert torch.equal(x.grad, torch.ones(3, dtype=torch.float64))  # type: ignore[arg-type]
+
+
+def grad_on_path(name: str) -> torch.Tensor | None:
+    return _on_paths[name].grad
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_many_trainers_over_the_same_leaves(hooked):
+    count, handles, runs = 30, [], []
+    for each in _on_paths.values():
+        each.grad = None
+        if hooked:
+            handles.append(each.register_post_accumulate_grad_hook(runs.append))
+    with telegrad.LocalCluster([*NAMES, "r1", "r2"], transport="inproc"):
+        for future in [rpc.rpc_async(root, trains_over, args=(path, count)) for root, path in PATHS]:
+            future.wait()
+        for name in NAMES:
+            times = sum(path.count(name) for _, path in PATHS) * count
+            assert rpc.rpc_sync(name, grad_on_path, args=(name,)).tolist() == [times] * 3
+    for handle in handles:
+        handle.remove()
+    assert len(runs) == (len(PATHS) * len(NAMES) * count if hooked else 0)
+
+
+def test_a_part_that_begins_when_its_graph_is_gone(workers):
+    """It adds to no `.grad`."""
+    x = ones()
+    found = rpc.rpc_sync("b", enables_grad, args=(x,))
+    for sent in workers["b"].contexts.plain.sends.values():
+        sent.graph.clear()
+    with pytest.raises(errors.BackwardError, match="is not kept any more"):
+        found.sum().backward()
+    assert rpc.rpc_sync("b", grad_of_weight) is None
+
+
 # -- modules and modes -------------------------------------------------------------------------------------
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -52,6 +53,15 @@ class Slow:
 
     def value(self) -> int:
         return 7
+
+
+class Kept:
+    """A value that shows that it was made."""
+
+    made: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+
+    def __init__(self, value: torch.Tensor) -> None:
+        Kept.made.put(value)
 
 
 class SlowModule(torch.nn.Module):
@@ -118,9 +128,9 @@ def test_a_remote_module_that_dies_before_the_answer_of_its_call(workers, gate, 
     assert answer.wait() == 2
 
 
-def test_an_owner_that_cannot_be_reached_in_time_shows_when_the_value_is_asked_for(workers, monkeypatch):
-    """As with an answer that is late: remote() itself gives a handle."""
-    peers = current_worker()._peers
+@pytest.fixture
+def dialling(monkeypatch) -> Iterator[pytest.MonkeyPatch]:
+    """No worker can be dialled, and each try takes 10 s, until it is undone."""
 
     def dial(*_: object) -> None:
         clock_jumps.append(10.0)
@@ -128,14 +138,65 @@ def test_an_owner_that_cannot_be_reached_in_time_shows_when_the_value_is_asked_f
 
     clock_jumps = [0.0]
     now = clock.now
-    monkeypatch.setattr(clock, "now", lambda: now() + sum(clock_jumps))
-    monkeypatch.setattr(peers, "_dial", dial)
-    rref = rpc.remote("a", Slow, timeout=1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(clock, "now", lambda: now() + sum(clock_jumps))
+        patch.setattr(current_worker()._peers, "_dial", dial)
+        yield patch
+
+
+@pytest.fixture
+def held_back(workers, monkeypatch) -> Iterator[list[Callable[[], None]]]:
+    """What the driver's threads are to do, which they do not do by themselves."""
+    tasks: list[Callable[[], None]] = []
+    monkeypatch.setattr(current_worker().creations._threads, "submit", tasks.append)
+    yield tasks
+    tasks.clear()
+
+
+def test_an_owner_that_cannot_be_reached_in_time_shows_when_the_value_is_asked_for(
+    workers, held_back, dialling, monkeypatch
+):
+    """As with an answer that is late: remote() itself gives a handle, and the value is created all the same."""
+    given = torch.zeros(2)
+    before = workers["a"].references.statistics()
+    rref = rpc.remote("a", Kept, args=(given,), timeout=1.0)
     with pytest.raises(CallTimeoutError, match=r"timed out.*worker 'a' \(id 1\) cannot be reached"):
         rref.to_here()
+    given.fill_(1.0)
+    dialling.undo()
     monkeypatch.undo()
-    before = workers["a"].references.statistics()
+    assert workers["a"].references.statistics() == before
+    for task in held_back:
+        task()
+    assert Kept.made.get(timeout=PATIENCE).tolist() == [0.0, 0.0]
+    assert workers["a"].references.statistics()["credits"] == before["credits"] + 1
+    with pytest.raises(CallTimeoutError, match="timed out"):
+        rref.to_here()
     del rref
-    settle(workers)  # the owner, which has never heard of it, is told nothing
+    settle(workers)
     assert workers["a"].references.statistics() == before
     assert current_worker().references.statistics()["held"] == 0
+
+
+def test_a_handle_that_dies_before_its_owner_was_told_to_create_the_value(workers, held_back, dialling, monkeypatch):
+    before = workers["a"].references.statistics()
+    rpc.remote("a", Kept, args=(torch.ones(1),), timeout=1.0)
+    dialling.undo()
+    monkeypatch.undo()
+    settle(workers)
+    for task in held_back:
+        task()
+    Kept.made.get(timeout=PATIENCE)
+    settle(workers)
+    assert workers["a"].references.statistics() == before
+    assert current_worker().references.statistics()["held"] == 0
+
+
+def test_an_owner_that_is_never_reached_keeps_nothing_here(workers, held_back, dialling, caplog):
+    rref = rpc.remote("a", Kept, args=(torch.ones(1),), timeout=1.0)
+    for task in held_back:
+        task()
+    assert "rpc.remote() to worker 'a' failed" in caplog.text
+    assert current_worker().references.statistics()["held"] == 0
+    with pytest.raises(CallTimeoutError, match="timed out"):
+        rref.to_here()

@@ -250,8 +250,9 @@ class SimulatedCuda:
         moved.simulated_device = device.index
         return moved
 
-    def keep_for_stream(self, tensor: torch.Tensor, device: int) -> None:
-        self.streams[self.stream(device)].submit(partial(id, tensor))
+    def keep_for_stream(self, tensor: torch.Tensor, device: int, stream: int) -> None:
+        assert stream == self.stream(device)
+        self.streams[stream].submit(partial(id, tensor))
 
     def release_cache(self) -> None:
         self.caches_released += 1

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from ..errors import GradientError
 from ..messages import LogEntry
 
 
@@ -131,6 +132,7 @@ class Log:
 def useful(entries: dict[int, LogEntry], is_source: Callable[[int], bool]) -> set[int]:
     """Returns those of a closure that lead to a source: gradients have to go there to reach it."""
     found: dict[int, bool] = {}
+    begun: set[int] = set()
     for start in entries:
         stack = [start]
         while stack:
@@ -140,6 +142,9 @@ def useful(entries: dict[int, LogEntry], is_source: Callable[[int], bool]) -> se
                 continue
             missing = [d for d in entries[id].depends_on if d not in found]
             if missing:
+                if id in begun:
+                    raise GradientError(f"the history of tensor {id}, as other workers have told it, goes in a circle")
+                begun.add(id)
                 stack.extend(missing)
                 continue
             found[id] = (id > 0 and is_source(id)) or any(found[d] for d in entries[id].depends_on)

@@ -10,17 +10,20 @@ would wait for ever.
 # Note [the pump]
 A device's nodes run on a thread of torch's own. The CPU nodes behind them run on the thread of the engine call, which
 may wait, in a Wait, for gradients that depend on these very nodes. So it runs a small engine call of its own now and
-then: in it, torch works off the CPU nodes that are ready. Only a graph in which a CPU node is behind a device's needs
-that (`mixes_devices`).
+then: in it, torch works off the CPU nodes that are ready. torch goes by the gradients: a node that gets None runs on
+the CPU's thread, whatever its device. So the graph (`mix_of`) tells only how often that is likely to be needed, and a
+graph without any device does not need it at all.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from .nodes import AccumulateGrad
 
@@ -56,23 +59,33 @@ def mark_used(tensor: torch.Tensor) -> None:
             mark_used(part)
 
 
-def mixes_devices(starts: Iterable[Any]) -> bool:
-    """Says whether a node that the CPU runs is behind one that a device runs. Leaves do not count: nothing is behind
-    them."""
+class Mix(enum.Enum):
+    """What the nodes of a graph run on."""
+
+    NO_DEVICE = enum.auto()
+    DEVICE_ONLY = enum.auto()  # as far as the graph tells, no CPU node is behind one that a device runs
+    BOTH = enum.auto()
+
+
+def mix_of(starts: Iterable[Any]) -> Mix:
+    """Says what runs behind these nodes. Leaves do not count: nothing is behind them."""
     stack = [node for node in starts if node is not None]
     seen = set(stack)
+    found = Mix.NO_DEVICE
     while stack:
         node = stack.pop()
         on_device = not _on_cpu(node)
+        if on_device:
+            found = Mix.DEVICE_ONLY
         for next, _ in node.next_functions:
             if next is None or type(next) is AccumulateGrad:
                 continue
-            if on_device and _on_cpu(next):
-                return True
+            if on_device and (_on_cpu(next) or isinstance(node, BackwardCFunction)):  # which may return None
+                return Mix.BOTH
             if next not in seen:
                 seen.add(next)
                 stack.append(next)
-    return False
+    return found
 
 
 def _on_cpu(node: Any) -> bool:

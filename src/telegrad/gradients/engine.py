@@ -122,6 +122,12 @@ class Engine:
                 with context.lock:
                     context.gradients.replace(leaf, changed)
 
+    def settle(self) -> None:
+        """Waits until `.grad` has what passes have brought that are over for their roots. For functions that
+        work on `.grad`: they may be called by another worker than the root, whose last word may come later."""
+        if self.parts.passes:
+            self.parts.settle(self.plain)
+
     def statistics(self) -> dict[str, int]:
         contexts = self._contexts.all()
         plain = self._contexts.plain
@@ -189,10 +195,11 @@ class Engine:
                     if type(member) is Past:
                         self._planner.check_own(member)
             if inputs is None:
-                plan = self._planner.plan(context, reach, edges)
+                plan = self._planner.plan(context, reach, edges, options[0] or patience)
                 roots = Roots(starts, gradients, leaves, checkpoints, reach)
             else:
-                plan = self._planner.plan_for(context, reach, edges, {edge_of(tensor) for tensor in inputs})
+                targets = {edge_of(tensor) for tensor in inputs}
+                plan = self._planner.plan_for(context, reach, edges, targets, options[0] or patience)
                 roots = Roots(starts, gradients, inputs=tuple(inputs), accumulates=accumulates)
             pass_id, modes = self.host.new_message_id(), current_modes()
             sends, wanted = plan.sends, plan.wanted

@@ -27,7 +27,7 @@ from .local_pass import LocalPass
 from .outbox import Gradient, Poster
 from .pasts import Member
 
-_DEVICE_POLL = 1e-3  # seconds
+_DEVICE_POLL, _RARE_DEVICE_POLL = 1e-3, 20e-3  # seconds
 _ONE = torch.ones(())  # the gradient of tokens
 _BEACON = nodes.make_beacon()
 _new_edge: Any = tuple.__new__  # that of a NamedTuple is Python code
@@ -67,7 +67,7 @@ class EngineCall:
         self._waits = False  # the engine waits for gradients, on its thread
         self.task = -1  # torch's number of the engine call, once it runs
         self.has_devices = torch.cuda.is_initialized()  # then torch may run nodes on threads of its own
-        self._mixes_devices: bool | None = None  # None: not known yet
+        self._mix: devices.Mix | None = None  # None: not known yet
         self._ready: dict[int, list[devices.Event]] = {}  # by message sent: where its gradients are on a device
         # For users' code that the engine runs on a thread of its own (primitives/current.py):
         self.pass_id = local.pass_id
@@ -148,6 +148,8 @@ class EngineCall:
             for sent in local.sent.values():
                 graphs[sent.graph] = None
             for graph in graphs:
+                if graph.was_cleared:  # what is not watched would go to `.grad` at once
+                    raise InterruptedPassError("the pass is over: what was sent in it is not kept any more")
                 for node in graph.leaves:
                     leaves[node] = None
                 checkpoints += graph.checkpoints
@@ -263,23 +265,26 @@ class EngineCall:
 
     def _wait_beside_devices(self, waiter: Waiter, peer: int, deadline: float | None) -> None:
         """Waits; and lets CPU nodes run that became ready by a device's work, and would stand behind this Wait."""
-        local = self._local
+        local, pause = self._local, _DEVICE_POLL
         while not waiter.done:
             now = clock.now()
             if deadline is not None and now >= deadline:
                 return
-            self._host.wait(waiter, peer, now + _DEVICE_POLL, local.turn)
+            until = now + pause if deadline is None else min(now + pause, deadline)
+            self._host.wait(waiter, peer, until, local.turn)
             if waiter.done:
                 return
-            if self._mixes_devices is None:
+            if self._mix is None:
                 edges = [root.grad_fn if hasattr(root, "grad_fn") else root.node for root in local.roots.tensors]
-                self._mixes_devices = devices.mixes_devices(
+                self._mix = devices.mix_of(
                     [*edges, *(sent.edge[0] for sent in local.sent.values() if not sent.is_leaf)]
                 )
-            if self._mixes_devices:
-                devices.pump()
-            else:
+            if self._mix is devices.Mix.NO_DEVICE:
                 self._host.wait(waiter, peer, deadline, local.turn)
+                return
+            devices.pump()
+            if self._mix is devices.Mix.DEVICE_ONLY:
+                pause = _RARE_DEVICE_POLL
 
     def _check(self, message: int) -> None:
         if self._local.interrupted:

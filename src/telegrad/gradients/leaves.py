@@ -104,7 +104,7 @@ class GradientTable(msgspec.Struct, eq=False):
                 turn = _turns.get(leaf) if _turns.data else None
                 if turn is not None and turn.is_taken:
                     turn.to_add.append(gradient)
-                elif adding.engine_calls and adding.can_go_by_node(leaf, gradient):
+                elif adding.engine_calls and leaf not in _averaged and adding.can_go_by_node(leaf, gradient):
                     by_node.append((leaf, gradient))
                 else:
                     leaf.grad = accumulated(leaf.grad, gradient)
@@ -263,13 +263,14 @@ class _Turn:
         turns before in the same pass."""
         if self._holder is not holder:
             return None
-        before = self._aside
+        before, after = self._aside, leaf.grad
         version = 0 if before is None else before._version
         base = before if earlier is None else earlier.after
-        after = self.end(leaf, holder)
         if after is not None and after._is_view():  # DistributedDataParallel's may be a part of its buffer
             after = after.clone()
+        # Before the turn ends: what has waited for that is added to `before` itself.
         change = after if after is None or base is None else after - base
+        self.end(leaf, holder)
         if earlier is not None:
             before, version = earlier.before, earlier.version
             if change is not None and earlier.change is not None:
@@ -418,11 +419,18 @@ class Capture:
         with self._lock:
             self.gradients.add(leaf, gradient)
 
+    def take_over(self, other: Capture) -> None:
+        with self._lock:
+            self.gradients.take_over(other.gradients)
+
+    def at_close(self, undo: Callable[[], object]) -> None:
+        self._cleanup.append(undo)
+
     def close(self) -> None:
         """Takes no more."""
-        for undo in self._cleanup:
+        cleanup, self._cleanup = self._cleanup, []
+        for undo in cleanup:
             undo()
-        self._cleanup.clear()
 
 
 def _in_child() -> None:

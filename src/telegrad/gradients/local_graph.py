@@ -70,6 +70,7 @@ class Graph(msgspec.Struct, eq=False):
     marks: bool = False  # see Note [marks]
     is_complete: bool = True  # no walk has ended at a mark: all leaves and checkpoints are here
     sends: int = 0  # outside of contexts: those that still need this
+    was_cleared: bool = False  # leaves may be missing
 
     def walk(self, starts: Iterable[Edge]) -> Reach:
         """Returns what the edges lead to together."""
@@ -124,6 +125,7 @@ class Graph(msgspec.Struct, eq=False):
             self._forget()
 
     def clear(self) -> None:
+        self.was_cleared = True
         self._forget()
         self.leaves.clear()
         self.checkpoints.clear()

@@ -46,8 +46,8 @@ def untracked() -> Iterator[None]:
     """Has the calls that this thread makes meanwhile follow no tensors, in no context: they and their answers bring
     leaves."""
     token, before = current.context_id.set(0), thread.untracked
-    thread.untracked = True
     try:
+        thread.untracked = True
         yield
     finally:
         thread.untracked = before

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..errors import GradientError, UnknownContextError
 from ..messages import COUNTER_BITS, LogEntry, sender_of
-from ..primitives import current
+from ..primitives import clock, current
 from .contexts import Context, Contexts
 from .dependency_log import MissingEntryError, flatten_groups, useful
 from .host import Host
@@ -23,7 +23,7 @@ from .local_graph import Edge, Node, find_received, leads_to
 from .pasts import Member, Past, ids_of
 from .plain import entries_of
 
-_ASKING = 60.0  # seconds in which others tell what this worker does not know
+_ASKING = 60.0  # seconds in which others tell what this worker does not know, at most
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -42,14 +42,17 @@ class Planner:
         self._contexts = contexts
         self._host = host
 
-    def plan(self, context: Context, received: Iterable[Member], edges: Sequence[Edge]) -> Plan:
-        """Plans a pass over everything that the edges lead to, through these received tensors."""
+    def plan(
+        self, context: Context, received: Iterable[Member], edges: Sequence[Edge], seconds: float | None = None
+    ) -> Plan:
+        """Plans a pass over everything that the edges lead to, through these received tensors. Others are asked for so
+        many seconds at most."""
         if not received:
             return _NO_ONE
         sends: dict[int, Any] = {}
         apart: set[int] = set()
         own, here = self._id, context.received
-        for id in self._closure(context, received, edges):
+        for id in self._closure(context, received, edges, seconds):
             if id > 0:  # else it is a group
                 worker = id >> COUNTER_BITS
                 if worker in sends:
@@ -82,9 +85,16 @@ class Planner:
                     f"one of them has received to {name!r} by a call, or detach() it"
                 )
 
-    def plan_for(self, context: Context, received: Iterable[Member], edges: Sequence[Edge], targets: set[Edge]) -> Plan:
+    def plan_for(
+        self,
+        context: Context,
+        received: Iterable[Member],
+        edges: Sequence[Edge],
+        targets: set[Edge],
+        seconds: float | None = None,
+    ) -> Plan:
         """Plans a pass over what leads from the edges to the targets, which are this worker's."""
-        entries = self._closure(context, received, edges)
+        entries = self._closure(context, received, edges, seconds)
         known: dict[Node, bool] = {}
 
         def is_source(id: int) -> bool:
@@ -108,14 +118,16 @@ class Planner:
             {worker: tuple(sorted(ids)) for worker, ids in wanted.items()},
         )
 
-    def _closure(self, context: Context, received: Iterable[Member], edges: Sequence[Edge]) -> dict[int, LogEntry]:
+    def _closure(
+        self, context: Context, received: Iterable[Member], edges: Sequence[Edge], seconds: float | None
+    ) -> dict[int, LogEntry]:
         try:
             if context.id and all(type(member) is int for member in received):
                 return self._contexts.log.closure(received)  # type: ignore[arg-type]
         except MissingEntryError:
             pass  # it has ended; or something upstream was sent outside of contexts, and is not known here
         try:
-            found = self._ask_for_closure(received)
+            found = self._ask_for_closure(received, _ASKING if seconds is None else min(seconds, _ASKING))
             for id in found:  # those of others they say themselves
                 if id >> COUNTER_BITS == self._id and self._contexts.find_sent_anywhere(id) is None:
                     if not context.id:
@@ -154,13 +166,14 @@ class Planner:
             f"{names}. That worker is gone, and with it its part of the graph. Run the forward pass again"
         )
 
-    def _ask_for_closure(self, starts: Iterable[Member]) -> dict[int, LogEntry]:
+    def _ask_for_closure(self, starts: Iterable[Member], seconds: float) -> dict[int, LogEntry]:
         """Returns all that is upstream of these, them included, by id. What is not known here the workers are asked for
         that have made it: see pasts.py.
 
         Raises:
-            MissingEntryError: for one that is known nowhere.
+            MissingEntryError: for one that is known nowhere, or was not told in time.
         """
+        deadline = clock.now() + seconds
         found: dict[int, LogEntry] = {}
         told: dict[int, tuple[Sequence[Member], int]] = {}
         waiting = list(starts)
@@ -182,7 +195,8 @@ class Planner:
             if not unknown:
                 return found
             owners = {sender_of(abs(id)) for id in unknown} - {self._id}
-            answers, _ = self._host.ask(owners, entries_here, (tuple(unknown),), _ASKING)
+            left = deadline - clock.now()
+            answers, _ = self._host.ask(owners, entries_here, (tuple(unknown),), left) if left > 0 else ({}, {})
             for answer in answers.values():
                 told.update((entry.id, (entry.depends_on, entry.context)) for entry in answer)
             for id in unknown:

@@ -8,6 +8,7 @@ planned and run as autograd.backward() does it (engine.py). If not, it is torch'
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -143,29 +144,32 @@ def _engine_of(recv: Node) -> Engine:
 
 
 _installed: PlainEngine | None = None
+_changing = threading.RLock()  # guards the two for those that change them; a finaliser may run in it
 
 
 def put(engine: Engine) -> None:
     """Has torch's backward() look for tensors that this worker has received."""
     global _engines, _installed
-    _engines = [*_engines, engine]
-    if _installed is None:
-        _installed = Variable._execution_engine = PlainEngine(Variable._execution_engine)
+    with _changing:
+        _engines = [*_engines, engine]
+        if _installed is None:
+            _installed = Variable._execution_engine = PlainEngine(Variable._execution_engine)
 
 
 def remove(engine: Engine) -> None:
     """Undoes it; with the last of them torch's own engine is back. Any number of times."""
     global _engines, _installed
-    _engines = [other for other in _engines if other is not engine]
-    # If another engine was put over ours, ours stays below it, and hands everything on.
-    if not _engines and _installed is not None and Variable._execution_engine is _installed:
-        Variable._execution_engine, _installed = _installed.below, None
+    with _changing:
+        _engines = [other for other in _engines if other is not engine]
+        # If another engine was put over ours, ours stays below it, and hands everything on.
+        if not _engines and _installed is not None and Variable._execution_engine is _installed:
+            Variable._execution_engine, _installed = _installed.below, None
 
 
 def _in_child() -> None:
     """In a fork: its workers are those of another process."""
-    global _engines
-    _engines = []
+    global _engines, _changing
+    _engines, _changing = [], threading.RLock()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -183,7 +183,7 @@ class Calls:
             envelope.device_map = maps.get(call.peer)
         if creates is not None:
             envelope.creates = creates.id
-            if isinstance(creates, Held):
+            if isinstance(creates, Held) and creates.creation is None:  # else it has timed out before it was sent
                 creates.creation = call
         if profiled_calls.running:
             mode = "remote" if creates is not None else "sync" if future is None else "async"
@@ -211,7 +211,7 @@ class Calls:
                 raise why_not_sent(worker, self._codec, error, call, body) from error
         except BaseException as error:
             call.stop_reading()
-            if isinstance(creates, Held):
+            if isinstance(creates, Held) and creates.creation is call:
                 creates.creation = None
             if call.profiled is not None:
                 call.profiled.sent()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..errors import CallTimeoutError, PeerLostError, text_of
+from torch import Tensor
+
+from .._torch import tree_map
+from ..errors import CallTimeoutError, HandedOverError, PeerLostError, text_of
 from ..events import logger
 from ..messages import Call
 from ..primitives.futures import Future
@@ -38,7 +41,7 @@ class Creations:
             except CallTimeoutError as error:
                 if not isinstance(error.__cause__, PeerLostError) or error.__cause__.worker_id < 0:
                     raise
-                return self._late(error.__cause__.worker_id, limit, str(error))
+                return self._late(error.__cause__.worker_id, body, limit, str(error))
         entry = self._worker.references.new(peer.member.id)
         try:
             self._calls.start(entry.owner, body, timeout, None, entry)
@@ -50,13 +53,16 @@ class Creations:
             raise
         return entry
 
-    def _late(self, owner: int, limit: float | None, text: str) -> Entry:
+    def _late(self, owner: int, body: Call, limit: float | None, text: str) -> Entry:
         """An entry for a value whose owner could not be reached in time. As where the answer is late, the handle says
-        so when the value is asked for."""
-        entry = Held(self._worker.new_message_id(), owner)
-        entry.handles = 1
+        so when the value is asked for, and the value is created all the same, once the owner is reached."""
+        entry = self._worker.references.new(owner)
+        assert isinstance(entry, Held)
         entry.creation = PendingCall(entry.id, "", self._peers.name_of(owner), limit, None)
         self._calls.fail(entry.creation, partial(CallTimeoutError, text))
+        args, kwargs = tree_map(_copied, (body.args, body.kwargs))  # tensors, which the caller may overwrite now
+        entry.handles += 1  # the message's
+        self._threads.submit(partial(self._send, entry, Call(body.function, args, kwargs), None))
         return entry
 
     def create_later(self, to: To, body: Call, timeout: float | None) -> Entry:
@@ -65,17 +71,25 @@ class Creations:
         if peer is None:
             raise in_finaliser(f"rpc.remote() to worker {to!r}, which is not known here yet,")
         entry = self._worker.references.new(peer.member.id)
-
-        def send() -> None:
-            try:
-                self._calls.start(entry.owner, body, timeout, None, entry)
-            except Exception as error:
-                # As a text: a log handler that keeps its records must not keep the frames of the error.
-                logger.warning("worker %r: rpc.remote() in a finaliser failed: %s", self._worker.name, text_of(error))
-                self._worker.references.forget(entry)
-
-        self._threads.submit_from_finaliser(send)
+        entry.handles += 1  # the message's
+        self._threads.submit_from_finaliser(partial(self._send, entry, body, timeout))
         return entry
+
+    def _send(self, entry: Entry, body: Call, timeout: float | None) -> None:
+        """Sends the message of a value whose handle was given out already. The message counts as a handle until it is
+        sent: the owner must not hear that the last one has died before it is told to create the value."""
+        try:
+            self._calls.start(entry.owner, body, timeout, None, entry)
+        except Exception as error:
+            # As a text: a log handler that keeps its records must not keep the frames of the error.
+            peer = self._peers.name_of(entry.owner)
+            logger.warning(
+                "worker %r: rpc.remote() to worker %r failed: %s", self._worker.name, peer, text_of(error)
+            )  # fmt: skip
+            if not isinstance(error.__cause__, HandedOverError):  # else it will be created there
+                self._worker.references.forget(entry)
+        finally:
+            self._worker.references.let_go(entry)
 
     def future_of(self, entry: Held) -> Future:
         """The future of a value's creation: done when that is known."""
@@ -92,3 +106,7 @@ class Creations:
 
         self._threads.submit(complete)
         return future
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

@@ -33,6 +33,16 @@ def are_set(options: Options) -> bool:
     return bool(options.device_maps or options.devices)
 
 
+def check_own(group: Group, member: Member, options: Options) -> None:
+    """Checks the device maps of a worker that is about to join a group where others come and go.
+
+    Raises:
+        ValueError: a map cannot be used.
+    """
+    if group.world_size is None and are_set(options):
+        check([_own(member, options)], is_whole=False)
+
+
 def agree(group: Group, member: Member, options: Options) -> None:
     """Waits until all of a group of a fixed size have joined, and checks the device maps.
 
@@ -40,16 +50,17 @@ def agree(group: Group, member: Member, options: Options) -> None:
         RendezvousError: some did not come in time.
         ValueError: a map cannot be used, this worker's or that of another one.
     """
-    members = [] if group.world_size is None else group.wait_for_all()
-    if not are_set(options) and not any(m.has_device_maps for m in members):
-        return
-    own = WorkerDevices(member.name, torch.cuda.device_count(), options.device_maps, tuple(options.devices))
     if group.world_size is None:
-        check([own], is_whole=False)
         return
-    said = group.exchange(_TOPIC, member, msgspec.msgpack.encode(own))
-    workers = [msgspec.msgpack.decode(data, type=WorkerDevices) for data in said]
-    check(workers, is_whole=len(workers) == group.world_size)
+    members = group.wait_for_all()
+    if are_set(options) or any(m.has_device_maps for m in members):
+        said = group.exchange(_TOPIC, member, msgspec.msgpack.encode(_own(member, options)))
+        workers = [msgspec.msgpack.decode(data, type=WorkerDevices) for data in said]
+        check(workers, is_whole=len(workers) == group.world_size)
+
+
+def _own(member: Member, options: Options) -> WorkerDevices:
+    return WorkerDevices(member.name, torch.cuda.device_count(), options.device_maps, tuple(options.devices))
 
 
 def reversed_map(device_map: dict[str, str]) -> dict[str, str]:

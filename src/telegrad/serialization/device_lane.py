@@ -22,20 +22,21 @@ def put_on_lane(given: torch.Tensor, tensor: torch.Tensor, target: str | None, m
     use_devices()
     if not tensor.is_cuda:
         return None
+    if target is not None and target != "cpu" and message.connection is not None and tensor.nbytes:
+        if (known := message.put.get(id(given))) is not None:
+            return known[1]
+        if (lane := message.connection.open_device_lane()) is not None:
+            flat = tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+            if not lane.put(flat, message.placed):
+                return None
+            number = len(message.placed) - 1
+            message.put[id(given)] = given, number
+            return number
     if torch.cuda.is_current_stream_capturing():
         raise EncodeError(
             f"a tensor on {tensor.device} cannot be sent while a CUDA graph is captured; send it before or after that"
         )
-    if target is None or target == "cpu" or message.connection is None or not tensor.nbytes:
-        return None
-    if (known := message.put.get(id(given))) is not None:
-        return known[1]
-    lane = message.connection.open_device_lane()
-    if lane is None or not lane.put(tensor.as_strided((tensor.numel(),), (1,)), message.placed):
-        return None
-    number = len(message.placed) - 1
-    message.put[id(given)] = given, number
-    return number
+    return None
 
 
 def take_from_lane(number: int, target: str | None) -> torch.Tensor:

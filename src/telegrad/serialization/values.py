@@ -200,9 +200,12 @@ class Values:
             values, tensors = pickle.loads(pickled[1:], buffers=buffers)
             if tensors is None:
                 return values
-            if not torch.is_inference_mode_enabled() and frames is None:
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False), unpickling(self, sender, (), frames):
+                    return _unflatten(values, tensors, attach)
+            if frames is None:
                 return _unflatten(values, tensors, attach)
-            with torch.inference_mode(False), unpickling(self, sender, (), frames):
+            with unpickling(self, sender, (), frames):
                 return _unflatten(values, tensors, attach)
         if pickled[0] == _APART:
             _, ahead, length = _APART_HEAD.unpack_from(pickled)

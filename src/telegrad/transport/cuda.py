@@ -7,15 +7,15 @@ methods in its place (tests/transport/simulated_cuda.py).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from .._torch import cuda_device, cuda_raw_stream
 
 HANDLE_BYTES = 64  # of a handle of memory or of an event
 
@@ -23,6 +23,7 @@ _SUCCESS, _NO_MEMORY, _NOT_READY = 0, 2, 600
 _DISABLE_TIMING, _INTERPROCESS = 2, 4  # flags of an event
 _LAZY_PEER_ACCESS = 1  # flag of opened memory
 _ANY_DIRECTION = 4  # of a copy: CUDA knows whose an address is
+_MOST_STREAMS = 1000  # that are remembered
 _RELAXED = 2  # the mode in which a thread's calls leave other threads' captures alone
 
 
@@ -40,7 +41,6 @@ class _Handle(ctypes.Structure):
 
 _Pointer = ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cudaGetDevice": (_Pointer,),
     "cudaMalloc": (_Pointer, ctypes.c_size_t),
     "cudaFree": (_Pointer,),
     "cudaMemcpyAsync": (_Pointer, _Pointer, ctypes.c_size_t, ctypes.c_int, _Pointer),
@@ -73,6 +73,7 @@ class Cuda:
         self._library: Any = None
         self._quick: Any = None  # the same, for calls that return at once
         self._side_streams: dict[int, torch.cuda.Stream] = {}
+        self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device, and CUDA's own handle
 
     def is_ready(self) -> bool:
         """Whether this process uses CUDA already. Never initialises it."""
@@ -104,23 +105,16 @@ class Cuda:
             self._quick.cudaGetLastError()
             raise CudaError(f"CUDA error: {self._quick.cudaGetErrorString(code).decode()}", code)
 
+    def exchange_mode(self, mode: ctypes.c_int) -> None:
+        """Exchanges this thread's mode, which says how its calls and captures of other threads get on."""
+        if code := self._quick.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode)):
+            self._check(code)
+
     # -- devices and streams ---------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def on(self, device: int) -> Iterator[None]:
+    def on(self, device: int) -> _On:
         """Makes a device the current one of this thread, and keeps the thread's calls out of captures of others."""
-        mode, now = ctypes.c_int(_RELAXED), ctypes.c_int()
-        exchange = self._quick.cudaThreadExchangeStreamCaptureMode
-        self._check(self._quick.cudaGetDevice(ctypes.byref(now)))
-        self._check(exchange(ctypes.byref(mode)))
-        try:
-            if now.value == device:
-                yield
-            else:
-                with torch.cuda.device(device):  # which makes no context on the device that it goes back to
-                    yield
-        finally:
-            exchange(ctypes.byref(mode))
+        return _On(self, device)
 
     def device_of(self, tensor: torch.Tensor) -> int:
         return tensor.get_device()
@@ -134,7 +128,8 @@ class Cuda:
 
     def stream(self, device: int) -> int:
         """The current stream of this thread."""
-        return int(torch.cuda.current_stream(device).cuda_stream)
+        found: int = cuda_raw_stream(device)
+        return found
 
     def side_stream(self, device: int) -> int:
         """A stream that waits for no work of the user's."""
@@ -156,9 +151,15 @@ class Cuda:
         """The tensor on that device, in the order of both devices' current streams."""
         return tensor.to(device)
 
-    def keep_for_stream(self, tensor: torch.Tensor, device: int) -> None:
-        """Keeps a tensor's memory from other streams until the current one has done what it was given so far."""
-        tensor.record_stream(torch.cuda.current_stream(device))
+    def keep_for_stream(self, tensor: torch.Tensor, device: int, stream: int) -> None:
+        """Keeps a tensor's memory from other streams until this one, the current one, has done what it was given so
+        far."""
+        found = self._streams.get((device, stream))
+        if found is None:
+            if len(self._streams) > _MOST_STREAMS:
+                self._streams.clear()
+            found = self._streams[device, stream] = torch.cuda.current_stream(device)
+        tensor.record_stream(found)
 
     def release_cache(self) -> None:
         """Gives back what torch keeps for reuse. Waits for the device."""
@@ -177,7 +178,8 @@ class Cuda:
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Copies from device memory to device memory, in the order of the stream."""
-        self._check(self._quick.cudaMemcpyAsync(to, source, nbytes, _ANY_DIRECTION, stream))
+        if code := self._quick.cudaMemcpyAsync(to, source, nbytes, _ANY_DIRECTION, stream):
+            self._check(code)
 
     def write(self, to: int, data: bytes, stream: int) -> None:
         """Copies from the host. The data may go when this returns: CUDA reads memory that is not pinned at once."""
@@ -214,7 +216,8 @@ class Cuda:
         return made.value or 0
 
     def record(self, event: int, stream: int) -> None:
-        self._check(self._quick.cudaEventRecord(event, stream))
+        if code := self._quick.cudaEventRecord(event, stream):
+            self._check(code)
 
     def is_done(self, event: int) -> bool:
         """Whether what was recorded last has been reached; true before the first."""
@@ -222,7 +225,8 @@ class Cuda:
         if code == _NOT_READY:
             self._quick.cudaGetLastError()  # as in _check
             return False
-        self._check(code)
+        if code:
+            self._check(code)
         return True
 
     def destroy(self, event: int) -> None:
@@ -238,6 +242,29 @@ class Cuda:
         given = _Handle.from_buffer_copy(handle)
         self._check(self._library.cudaIpcOpenEventHandle(ctypes.byref(opened), given))
         return opened.value or 0
+
+
+class _On:
+    """See Cuda.on(). A class of its own, as it is entered with every tensor."""
+
+    __slots__ = ("_cuda", "_device", "_mode", "_other")
+
+    def __init__(self, cuda: Cuda, device: int) -> None:
+        self._cuda = cuda
+        self._device = device
+        self._mode = ctypes.c_int(_RELAXED)
+        self._other: torch.cuda.device | None = None
+
+    def __enter__(self) -> None:
+        self._cuda.exchange_mode(self._mode)
+        if cuda_device() != self._device:
+            self._other = torch.cuda.device(self._device)  # which makes no context on the device that it goes back to
+            self._other.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._other is not None:
+            self._other.__exit__(*error)
+        self._cuda.exchange_mode(self._mode)
 
 
 def _loaded_library() -> str:

@@ -103,17 +103,19 @@ class DeviceLane:
                 raise ConnectionClosedError(f"the connection with worker {self._peer!r} was closed")
             device = self._cuda.device_of(tensor)
             try:
-                if device in self._refused:
-                    self._check_not_captured(device)
+                pool = self._accepted.get(device)
+                if pool is None and device not in self._refused:
+                    self._cuda.load()
+                    with self._cuda.on(device):
+                        if not self._cuda.is_capturing():
+                            self._offer(device)
+                            return False
+                elif pool is not None:
+                    with self._cuda.on(device):
+                        if not self._cuda.is_capturing():
+                            return self._fill(pool, tensor, into)
+                elif not self._cuda.is_capturing():
                     return False
-                self._cuda.load()
-                with self._cuda.on(device):
-                    self._check_not_captured(device)
-                    pool = self._accepted.get(device)
-                    if pool is None:
-                        self._offer(device)
-                        return False
-                    return self._fill(pool, tensor, into)
             except CudaError as error:
                 if device not in self._accepted:
                     self._refuse(device, str(error))
@@ -121,9 +123,6 @@ class DeviceLane:
                 raise EncodeError(
                     f"a tensor on cuda:{device} cannot be sent to worker {self._peer!r}: {error}"
                 ) from error
-
-    def _check_not_captured(self, device: int) -> None:
-        if self._cuda.is_capturing():
             raise EncodeError(
                 f"a tensor on cuda:{device} cannot be sent to worker {self._peer!r} while a CUDA graph is captured; "
                 "send it before or after the capture"
@@ -142,7 +141,7 @@ class DeviceLane:
             if nbytes:
                 self._cuda.copy(place.pointer, tensor.data_ptr(), nbytes, stream)
                 copies = True
-                self._cuda.keep_for_stream(tensor, pool.device)
+                self._cuda.keep_for_stream(tensor, pool.device, stream)
             self._cuda.record(place.event, stream)
         except BaseException:
             if copies:

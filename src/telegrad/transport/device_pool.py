@@ -136,7 +136,8 @@ class DevicePool:
         capacity = SLOT if nbytes <= SLOT else max(SMALLEST, 1 << (nbytes - 1).bit_length())
         size = SLAB if capacity == SLOT else capacity
         with self._lock:
-            self._check_open_locked()
+            if self._closed_at is not None:
+                self._check_open_locked()
             place = self._free_one_locked(capacity)
             if place is not None:
                 return place
