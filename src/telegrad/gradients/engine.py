@@ -123,10 +123,8 @@ class Engine:
                     context.gradients.replace(leaf, changed)
 
     def settle(self) -> None:
-        """Waits until `.grad` has what passes have brought that are over for their roots. For functions that
-        work on `.grad`: they may be called by another worker than the root, whose last word may come later."""
-        if self.parts.passes:
-            self.parts.settle(self.plain)
+        """Waits until `.grad` has what passes have brought that are over for their roots."""
+        self.parts.settle(self.plain)
 
     def statistics(self) -> dict[str, int]:
         contexts = self._contexts.all()
@@ -157,8 +155,8 @@ class Engine:
         *,
         accumulates: bool = False,
         patience: float | None = None,
-    ) -> tuple[Gradient, ...]:
-        """Plans a backward pass and runs it to its end on every worker.
+    ) -> tuple[Gradient, ...] | None:
+        """Plans a backward pass and runs it to its end on every worker. None, outside of contexts: torch can do it.
 
         Args:
             context_id: 0: outside of contexts. Then the roots and inputs may be edges, and all gradients are given.
@@ -200,6 +198,8 @@ class Engine:
             else:
                 targets = {edge_of(tensor) for tensor in inputs}
                 plan = self._planner.plan_for(context, reach, edges, targets, options[0] or patience)
+                if not context_id and not plan.sends:
+                    return None
                 roots = Roots(starts, gradients, inputs=tuple(inputs), accumulates=accumulates)
             pass_id, modes = self.host.new_message_id(), current_modes()
             sends, wanted = plan.sends, plan.wanted
