@@ -38,12 +38,12 @@ from ..primitives.interrupts import (
     interruptible,
     on_signal,
 )
-from . import seam
+from . import averaged, seam
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, RootInstruction
 from .contexts import Context, Contexts
 from .engine_call import LatePassError
 from .host import Host, Task, tell
-from .leaves import GradientTable, note_averaged_leaves
+from .leaves import GradientTable
 from .local_graph import Graph
 from .local_pass import LocalPass, Roots
 from .outbox import Gradient, Outbox
@@ -63,8 +63,7 @@ class Engine:
         self.host = host
         self.plain = contexts.plain
         self.backward_timeout = backward_timeout  # of a plain backward()
-        self._id = member.id
-        self._name = member.name
+        self._id, self._name = member.id, member.name
         self._contexts = contexts
         self._roots: dict[int, RootedPass] = {}  # by id; its single operations are atomic
         self.parts = Parts(member, contexts, host, self._on_report_here)
@@ -75,7 +74,7 @@ class Engine:
         """Begins its work, when this worker has joined its group."""
         if self._id < 0:  # an observer
             return
-        note_averaged_leaves()
+        averaged.note_averaged_leaves(id(self))
         if plain:
             seam.put(self)
 
@@ -440,6 +439,7 @@ class Engine:
     def close(self) -> None:
         """Ends everything: this worker shuts down."""
         seam.remove(self)
+        averaged.forget_averaged_leaves(id(self))
         self.parts.close()
         ended = NotStartedError(f"worker {self._name!r} was shut down during a backward pass")
         for root in list(self._roots.values()):  # also those whose own part is not in the table yet
