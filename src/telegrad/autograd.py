@@ -217,7 +217,7 @@ def grad(
     retain_graph = create_graph if retain_graph is None else retain_graph
     options = (_timeout(worker, timeout), bool(retain_graph), bool(create_graph), False)
     given = None if given is None else list(given)
-    found = worker.engine.backward(context_id, _tensors(outputs, "outputs"), given, wanted, options)
+    found = worker.engine.backward(context_id, _tensors(outputs, "outputs"), given, wanted, options) or ()
     if not allow_unused and any(gradient is None for gradient in found):
         raise GradientError(
             "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if "

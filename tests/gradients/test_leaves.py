@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from telegrad.gradients import adding, leaves
-from telegrad.gradients.leaves import Capture, GradientTable, accumulated, leaves_are_averaged
+from telegrad.gradients.averaged import leaves_are_averaged
+from telegrad.gradients.leaves import Capture, GradientTable, accumulated
 
 PATIENCE = 10.0  # seconds
 

@@ -115,6 +115,32 @@ def test_grad_of_what_was_not_used():
     assert torch.autograd.grad(forward(there), [other], allow_unused=True) == (None,)
 
 
+class Two(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        return x * 1, x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:  # type: ignore[override]
+        return gradients[0] + gradients[1] * 2
+
+
+def test_hooks_of_a_root_that_leads_to_no_input():
+    """torch runs them if it is the only root."""
+    for received in (leaf("driver.x") * 1, there("a", weighted, leaf("driver.x"))):
+        seen: list[Any] = []
+        one, root = Two.apply(received)
+        one.register_hook(seen.append)
+        other = torch.ones(3, requires_grad=True)
+        assert torch.autograd.grad([root.sum()], [other], allow_unused=True, retain_graph=True) == (None,)
+        assert len(seen) == 0
+        given = [torch.ones(3, dtype=torch.float64)]
+        assert torch.autograd.grad([root], [other], given, allow_unused=True, retain_graph=True) == (None,)
+        assert len(seen) == 1
+        root.sum().backward()
+        assert len(seen) == 2
+
+
 def test_backward_of_some_inputs():
     y = leaf("driver.y")
     (forward(there) * y.sum()).backward(inputs=[leaf("driver.x")])

@@ -34,7 +34,7 @@ import torch.distributed.rpc.options
 import torch.distributed.rpc.rref_proxy
 
 from .. import autograd
-from ..gradients.leaves import note_averaged_leaves
+from ..gradients.averaged import note_averaged_leaves
 from ..options import Options
 from ..rref import RRef
 from . import agent, calls, profiling
@@ -82,7 +82,7 @@ def install(options: Options | None = None, *, torch_profiler: bool = False) -> 
             setattr(module, name, new)
     _change_where_imported(replaced)
     torch._jit_internal.is_rref_instance = _is_handed_to_script
-    note_averaged_leaves()
+    note_averaged_leaves(id(_C))  # for good
     _warn_of_calls_in_scripts()
     _follow_into_children()
 

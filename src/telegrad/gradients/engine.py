@@ -38,12 +38,12 @@ from ..primitives.interrupts import (
     interruptible,
     on_signal,
 )
-from . import seam
+from . import averaged, seam
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, RootInstruction
 from .contexts import Context, Contexts
 from .engine_call import LatePassError
 from .host import Host, Task, tell
-from .leaves import GradientTable, note_averaged_leaves
+from .leaves import GradientTable
 from .local_graph import Graph
 from .local_pass import LocalPass, Roots
 from .outbox import Gradient, Outbox
@@ -63,8 +63,7 @@ class Engine:
         self.host = host
         self.plain = contexts.plain
         self.backward_timeout = backward_timeout  # of a plain backward()
-        self._id = member.id
-        self._name = member.name
+        self._id, self._name = member.id, member.name
         self._contexts = contexts
         self._roots: dict[int, RootedPass] = {}  # by id; its single operations are atomic
         self.parts = Parts(member, contexts, host, self._on_report_here)
@@ -75,7 +74,7 @@ class Engine:
         """Begins its work, when this worker has joined its group."""
         if self._id < 0:  # an observer
             return
-        note_averaged_leaves()
+        averaged.note_averaged_leaves(id(self))
         if plain:
             seam.put(self)
 
@@ -123,10 +122,8 @@ class Engine:
                     context.gradients.replace(leaf, changed)
 
     def settle(self) -> None:
-        """Waits until `.grad` has what passes have brought that are over for their roots. For functions that
-        work on `.grad`: they may be called by another worker than the root, whose last word may come later."""
-        if self.parts.passes:
-            self.parts.settle(self.plain)
+        """Waits until `.grad` has what passes have brought that are over for their roots."""
+        self.parts.settle(self.plain)
 
     def statistics(self) -> dict[str, int]:
         contexts = self._contexts.all()
@@ -157,8 +154,8 @@ class Engine:
         *,
         accumulates: bool = False,
         patience: float | None = None,
-    ) -> tuple[Gradient, ...]:
-        """Plans a backward pass and runs it to its end on every worker.
+    ) -> tuple[Gradient, ...] | None:
+        """Plans a backward pass and runs it to its end on every worker. None, outside of contexts: torch can do it.
 
         Args:
             context_id: 0: outside of contexts. Then the roots and inputs may be edges, and all gradients are given.
@@ -200,6 +197,8 @@ class Engine:
             else:
                 targets = {edge_of(tensor) for tensor in inputs}
                 plan = self._planner.plan_for(context, reach, edges, targets, options[0] or patience)
+                if not context_id and not plan.sends:
+                    return None
                 roots = Roots(starts, gradients, inputs=tuple(inputs), accumulates=accumulates)
             pass_id, modes = self.host.new_message_id(), current_modes()
             sends, wanted = plan.sends, plan.wanted
@@ -440,6 +439,7 @@ class Engine:
     def close(self) -> None:
         """Ends everything: this worker shuts down."""
         seam.remove(self)
+        averaged.forget_averaged_leaves(id(self))
         self.parts.close()
         ended = NotStartedError(f"worker {self._name!r} was shut down during a backward pass")
         for root in list(self._roots.values()):  # also those whose own part is not in the table yet

@@ -7,7 +7,6 @@ GradientTable  in a context, or in a pass: the gradient of each leaf
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import threading
 from _thread import RLock  # threading.RLock is Python code
@@ -20,10 +19,11 @@ import msgspec
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._torch import DistributedDataParallel, WeakTensorRef
+from .._torch import WeakTensorRef
 from ..errors import GradientError
 from . import adding, devices
 from .adding import accumulated
+from .averaged import averaged
 
 Leaf = torch.Tensor
 
@@ -104,7 +104,7 @@ class GradientTable(msgspec.Struct, eq=False):
                 turn = _turns.get(leaf) if _turns.data else None
                 if turn is not None and turn.is_taken:
                     turn.to_add.append(gradient)
-                elif adding.engine_calls and leaf not in _averaged and adding.can_go_by_node(leaf, gradient):
+                elif adding.engine_calls and leaf not in averaged and adding.can_go_by_node(leaf, gradient):
                     by_node.append((leaf, gradient))
                 else:
                     leaf.grad = accumulated(leaf.grad, gradient)
@@ -297,7 +297,6 @@ class _Turn:
 
 _turns: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by leaf
 _making_turns = threading.RLock()  # guards _turns
-_averaged: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by leaf: all leaves of its module, weakly
 
 
 def _turn_of(leaf: Leaf) -> _Turn:
@@ -306,32 +305,6 @@ def _turn_of(leaf: Leaf) -> _Turn:
         if turn is None:
             turn = _turns[leaf] = _Turn()
         return turn
-
-
-def leaves_are_averaged(leaves: Iterable[Leaf]) -> None:
-    """Says that these are the leaves of one DistributedDataParallel."""
-    together = WeakIdKeyDictionary()
-    for leaf in leaves:
-        together[leaf] = None
-        _averaged[leaf] = together
-
-
-@functools.cache
-def note_averaged_leaves() -> None:
-    """Takes note of the leaves of all DistributedDataParallel modules of this process: those that there are, and those
-    that will be. Any number of times."""
-    init = DistributedDataParallel._ddp_init_helper
-
-    @functools.wraps(init)
-    def _ddp_init_helper(self: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        leaves_are_averaged(parameters)
-        return init(self, parameters, *args, **kwargs)
-
-    DistributedDataParallel._ddp_init_helper = _ddp_init_helper
-    if torch.distributed.is_available() and torch.distributed.is_initialized():  # else there are none
-        for module in gc.get_objects():
-            if isinstance(module, DistributedDataParallel):
-                leaves_are_averaged(module._module_parameters)
 
 
 class Capture:
@@ -352,17 +325,17 @@ class Capture:
 
     def watch(self, nodes: Iterable[Any]) -> None:
         """Takes what comes to these AccumulateGrad nodes."""
-        averaged: dict[int, Leaf] = {}
+        together: dict[int, Leaf] = {}
         for node in nodes:
             leaf = node.variable
-            if _averaged.data and leaf in _averaged:
-                averaged.update((id(other), other) for other in _averaged[leaf])
+            if averaged.data and leaf in averaged:
+                together.update((id(other), other) for other in averaged[leaf])
             elif leaf._post_accumulate_grad_hooks:
                 self._watch_with_hooks(node, leaf)
             else:
                 self._cleanup.append(node.register_prehook(partial(self._take, leaf)).remove)
-        for key in sorted(averaged):  # in one order in all passes: each waits for its turn
-            leaf = averaged[key]
+        for key in sorted(together):  # in one order in all passes: each waits for its turn
+            leaf = together[key]
             turn = _turn_of(leaf)
             turn.begin(leaf, self, self.gradients.replaced if self.shows else None)
             self._cleanup.append(partial(self._end_turn, turn, leaf))

@@ -107,6 +107,8 @@ class PlainEngine(ImperativeEngine):
         found = engine.backward(
             0, tensors, grad_tensors, inputs or None, options, accumulates=bool(accumulate_grad), patience=patience
         )
+        if found is None:
+            return run(tensors, grad_tensors, *args)
         if inputs and not accumulate_grad and not allow_unreachable and any(gradient is None for gradient in found):
             raise RuntimeError(_UNUSED)
         return found
