@@ -7,15 +7,24 @@ in there.
 
 An engine call is known by torch's number for it, which the first of its nodes that runs finds out: a leaf on a device
 runs on another thread than the checkpoint.
+
+# Note [a thread for a checkpoint]
+While an engine call inside of another one waits for a device, torch has its thread work off what else is ready for it:
+also the Wait of the call around it. That would wait, below the inner call on the thread's stack, for gradients that
+depend on the inner call. So beside devices a checkpoint that the thread of the pass comes to runs on a thread of its
+own, for which nothing else is ready.
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._torch import current_graph_task_id
@@ -61,6 +70,13 @@ def _never() -> bool:
     return False
 
 
+class _Apart(threading.local):
+    around: Capture | None = None  # of the pass that this thread runs a checkpoint for
+
+
+_apart = _Apart()
+
+
 def watch_checkpoint(node: Any) -> None:
     """Has the pass that comes to this node take the gradients of the leaves that it comes to inside of it."""
     function = node.run_function
@@ -72,13 +88,53 @@ def watch_checkpoint(node: Any) -> None:
     def recompute(*args: Any) -> Any:
         outputs = function(*args)
         call, node = nodes.running(), own_node()
-        around = call.capture if call is not None else _nested.get(current_graph_task_id())
+        around = call.capture if call is not None else _nested.get(current_graph_task_id(), _apart.around)
         if around is not None and node is not None:
             _watch(around, node, args, (outputs,) if isinstance(outputs, Tensor) else tuple(outputs))
         return outputs
 
     recompute.__telegrad__ = True  # type: ignore[attr-defined]
     node.run_function = recompute
+    node.apply = functools.partial(_apply, own_node)
+
+
+def _apply(own_node: weakref.ref[Any], *gradients: Any) -> Any:
+    """Runs the backward of a checkpoint, in place of the node's own method."""
+    node, call = own_node(), nodes.running()
+    assert node is not None
+    apply = functools.partial(type(node).apply, node, *gradients)
+    if call is None or not call.has_devices or call.thread != threading.get_ident():
+        return apply()
+    return _on_own_thread(apply, call.capture)  # see Note [a thread for a checkpoint]
+
+
+def _on_own_thread(apply: Callable[[], Any], around: Capture | None) -> Any:
+    found: list[Any] = []
+    errors: list[BaseException] = []
+    streams = [torch.accelerator.current_stream(device) for device in range(torch.accelerator.device_count())]
+    device = torch.accelerator.current_device_index() if streams else 0
+    grad = torch.is_grad_enabled()
+
+    def run() -> None:
+        _apart.around = around
+        try:
+            for stream in streams:
+                if stream.stream_id or stream.device_index == device:  # another's default stream is there
+                    torch.accelerator.set_stream(stream)
+            if streams:
+                torch.accelerator.set_device_index(device)
+            with torch.set_grad_enabled(grad):
+                found.append(apply())
+        except BaseException as error:
+            errors.append(error)
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), name="telegrad-checkpoint", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors.pop()
+    return found.pop()
 
 
 def _watch(around: Capture, node: Any, args: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:

@@ -73,6 +73,7 @@ current.engine_pass = running
 def starting(call: EngineCall) -> None:
     """Says which engine call this thread is about to begin. It must start from the Beacon, too."""
     _thread.starting = call
+    call.thread = threading.get_ident()
     if call.has_devices:
         _before_beacon[threading.get_ident()] = threading.Event()
 
