@@ -23,6 +23,9 @@ BaseFuture = torch._C.Future
 # the engine and its nodes
 run_backward = cast(Any, torch.autograd.Variable)._execution_engine.run_backward
 current_graph_task_id = _C._current_graph_task_id
+stash_in_tls = _C._stash_obj_in_tls
+get_from_tls = _C._get_obj_in_tls
+is_in_tls = _C._is_key_in_tls
 bind_apply = _C._FunctionBase.__dict__["apply"].__get__
 is_any_autocast_enabled = _C._is_any_autocast_enabled
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -66,7 +67,11 @@ class EngineCall:
         self._unposted = 0  # received messages whose gradients are still to be sent
         self._waits = False  # the engine waits for gradients, on its thread
         self.task = -1  # torch's number of the engine call, once it runs
+        # See nodes.py:
         self.thread = 0  # which makes the call, and runs the CPU's nodes
+        self.before: EngineCall | None = None  # around it on that thread
+        self.begun: threading.Event | None = None
+        self.begun_before: threading.Event | None = None
         self.has_devices = torch.cuda.is_initialized()  # then torch may run nodes on threads of its own
         self._mix: devices.Mix | None = None  # None: not known yet
         self._ready: dict[int, list[devices.Event]] = {}  # by message sent: where its gradients are on a device
