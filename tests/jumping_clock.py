@@ -19,9 +19,15 @@ class JumpingClock:
 
     def __init__(self, monkeypatch: Any) -> None:
         self._ahead = 0.0
+        self._time = time.monotonic
         self._sleepers: list[Callable[[], None]] = []  # its single operations are atomic
-        monkeypatch.setattr(clock, "now", lambda: time.monotonic() + self._ahead)
+        monkeypatch.setattr(clock, "now", lambda: self._time() + self._ahead)
         monkeypatch.setattr(Waiter, "sleep", lambda waiter, timeout: self._sleep(waiter, timeout))
+
+    def stop(self) -> None:
+        """From here on time passes only by jumps."""
+        now = self._time()
+        self._time = lambda: now
 
     def jump(self, seconds: float) -> None:
         """It is later now: all that waits for a deadline looks again."""

@@ -116,6 +116,29 @@ def test_a_graph_task_has_a_number_only_inside_of_the_engine() -> None:
     assert seen[0] >= 0
 
 
+@fact_of("stash_in_tls", "get_from_tls", "is_in_tls")
+def test_what_is_stashed_is_seen_by_nodes_of_the_engine_call_and_of_those_inside_of_it() -> None:
+    """And on the threads of devices: tests/cuda/test_cuda_facts.py."""
+    key, given, seen = "tests: key", object(), []
+    assert not _torch.is_in_tls(key)
+
+    def look(_: Any) -> None:
+        seen.append(_torch.is_in_tls(key) and _torch.get_from_tls(key) is given)
+
+    def run(hook: Callable[[Any], None]) -> None:
+        with torch.enable_grad():
+            y = leaf() * 2
+        y.register_hook(hook)
+        torch.autograd.backward([y], [torch.ones(3)])
+
+    _torch.stash_in_tls(key, given)
+    run(lambda _: run(look))
+    run(look)
+    assert seen == [True, True]
+    _torch.stash_in_tls(key, None)
+    assert _torch.get_from_tls(key) is None
+
+
 @fact_of("bind_apply")
 def test_the_bound_apply_is_functions_own() -> None:
     apply = _torch.bind_apply(None, Double)

@@ -18,7 +18,7 @@ import pytest
 
 COMMAND = [sys.executable, "-m", "telegrad", "run"]
 PATIENCE = 120.0  # seconds; on a busy machine a process takes long to import torch
-SOON = 10.0  # seconds in which what was killed must be gone
+SOON = 60.0  # seconds; on a busy machine a process takes many to import torch
 
 
 @pytest.fixture

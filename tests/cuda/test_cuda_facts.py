@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from telegrad import _torch
@@ -13,3 +15,15 @@ def test_the_device_and_the_stream_of_this_thread() -> None:
     for stream in (torch.cuda.current_stream(), side):
         with torch.cuda.stream(stream):
             assert _torch.cuda_raw_stream(torch.cuda.current_device()) == stream.cuda_stream
+
+
+def test_what_is_stashed_is_seen_on_the_thread_of_a_device() -> None:
+    key, given, seen = "tests: key", object(), []
+    y = torch.ones(1, device="cuda", requires_grad=True) * 2
+    y.register_hook(lambda _: seen.append((threading.get_ident(), _torch.get_from_tls(key))))
+    _torch.stash_in_tls(key, given)
+    y.sum().backward()
+    _torch.stash_in_tls(key, None)
+    ((thread, found),) = seen
+    assert thread != threading.get_ident()
+    assert found is given

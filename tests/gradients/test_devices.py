@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import checkpoint
 
 import telegrad
 from telegrad import autograd, rpc
@@ -78,3 +80,42 @@ def test_a_pass_on_the_cpu_beside_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
             found = autograd.get_gradients(context_id)[x]
     torch.testing.assert_close(found, 6 * x.detach().cos())
     assert not pumped
+
+
+def checkpointed(x: torch.Tensor, fails: bool) -> torch.Tensor:
+    def inner(h: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        if fails and len(threads) == 2:
+            raise RuntimeError("as it should")
+        return h.sin() * weight
+
+    return checkpoint(inner, x, use_reentrant=True)
+
+
+threads: list[str] = []
+weight = torch.full((3,), 2.0, requires_grad=True)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_reentrant_checkpoint_beside_devices(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """It has a thread of its own: one that waits for a device inside of it would take the pass's own Wait."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    threads.clear()
+    with telegrad.LocalCluster(["a"], transport="inproc"):
+        x = torch.arange(3.0, requires_grad=True)
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("a", checkpointed, args=(x, fails))
+            if fails:
+                with pytest.raises(RuntimeError, match="as it should"):
+                    autograd.backward(context_id, [y.sum()])
+                return
+            autograd.backward(context_id, [y.sum()])
+            found = autograd.get_gradients(context_id)[x]
+            of_weight = rpc.rpc_sync("a", gradient_of_weight, args=(context_id,))
+    assert threads[1:] == ["telegrad-engine"]
+    torch.testing.assert_close(found, 2 * x.detach().cos())
+    torch.testing.assert_close(of_weight, x.detach().sin())
+
+
+def gradient_of_weight(context_id: int) -> torch.Tensor:
+    return autograd.get_gradients(context_id)[weight]

@@ -384,7 +384,7 @@ def test_a_late_begin_is_dropped_and_logged(workers, held_messages, caplog):
 
     with caplog.at_level(logging.INFO, "telegrad"), watching(workers["driver"], see):
         with autograd.context() as context_id:
-            loss = fan((Fault("last", "hook"),), ())
+            loss = fan((Fault("last", "hook", programs.fail_after_gate),), ())
             running = InThread(autograd.backward, context_id, [loss], timeout=PATIENCE)
             assert held.wait(PATIENCE)
             # What makes b fail: its gradients, as if the root had come to it already. (It may have.)
@@ -393,6 +393,8 @@ def test_a_late_begin_is_dropped_and_logged(workers, held_messages, caplog):
             if workers["driver"].engine.parts.passes.get(pass_id).outboxes[info("b").id].begin is not None:
                 begin = Begin(pass_id, context_id, (message,), PATIENCE)
                 forge(workers["driver"], info("b").id, message, (torch.ones(3),), pass_id, begin)
+            programs.wait_for_arrival("last")
+            programs.open_gate("last")
             assert failed.wait(PATIENCE)
             release.set()
             check_error(running.wait().error, info("b"), "boom at last", BoomError)

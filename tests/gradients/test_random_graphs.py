@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_graphs import SHARES, Party, check_graph, check_graphs, compare
 
-from telegrad.gradients import engine_call
+from telegrad.gradients import waits
 
 GRAPHS = 5_000  # half of them by a process of their own
 BLOCK = 500
@@ -94,8 +94,8 @@ def party() -> Iterator[Party]:
 @pytest.mark.parametrize("plain", [False, True])
 def test_reversed_waits_hang_or_differ(monkeypatch: pytest.MonkeyPatch, plain: bool) -> None:
     """The check can fail: the order in which a worker waits for its gradients matters."""
-    order = engine_call.wait_order
-    monkeypatch.setattr(engine_call, "wait_order", lambda messages: order(messages)[::-1])
+    order = waits.wait_order
+    monkeypatch.setattr(waits, "wait_order", lambda messages: order(messages)[::-1])
     with Party(timeout=0.5, plain=plain) as party:
         for seed in range(300):
             program = make_program(Random(seed))

@@ -128,6 +128,12 @@ def slow(release: RRef[Any]) -> int:
     return 5
 
 
+def slow_there(release: RRef[Any]) -> int:
+    """The same, with no call: that would end with the time of the creation, and the creation with it."""
+    release.local_value().wait(PATIENCE)
+    return 5
+
+
 def test_whoever_asks_early_waits():
     release = RRef(threading.Event())
     rref = rpc.remote("a", slow, args=(release,))
@@ -167,13 +173,13 @@ def test_what_cannot_be_sent_raises_at_once():
 
 
 def test_a_creation_that_times_out():
-    release = RRef(threading.Event())
-    rref = rpc.remote("a", slow, args=(release,), timeout=0.05)
+    release = rpc.remote("a", threading.Event)
+    rref = rpc.remote("a", slow_there, args=(release,), timeout=0.05)
     with pytest.raises(errors.CallTimeoutError):
         rref._get_future().wait()
     with pytest.raises(errors.CallTimeoutError, match="RRef creation via rpc.remote\\(\\) timed out"):
         rref.to_here()
-    release.local_value().set()
+    release.rpc_sync().set()
 
 
 # -- methods -----------------------------------------------------------------------------------------------

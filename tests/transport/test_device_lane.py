@@ -344,6 +344,7 @@ def test_no_memory_is_asked_for_once_more_after_torch_has_given_back_its_own(
     assert pair.a.put(bytes_of(4 * MIB), [])
     assert pair.cuda.caches_released == 1
     pair.cuda.fail["malloc"] = [no_memory(), no_memory()]
+    jumping_clock.stop()
     for _ in range(5):
         assert not pair.a.put(bytes_of(8 * MIB), [])
     assert pair.cuda.caches_released == 2  # not with every message

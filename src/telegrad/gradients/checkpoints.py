@@ -11,19 +11,22 @@ stays there if the pass around it fails. (With use_reentrant=False there is one 
 
 An engine call is known by torch's number for it, which the first of its nodes that runs finds out: a leaf on a device
 runs on another thread than the checkpoint.
+
+Beside devices a checkpoint that the thread of the pass comes to runs on a thread of its own: see devices.py.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from .._torch import current_graph_task_id
-from . import nodes
+from . import devices, nodes
 from .leaves import Capture
 from .local_graph import Graph
 
@@ -66,6 +69,13 @@ def _never() -> bool:
     return False
 
 
+class _Apart(threading.local):
+    around: Capture | None = None  # of the pass that this thread runs a checkpoint for
+
+
+_apart = _Apart()
+
+
 def watch_checkpoint(node: Any) -> None:
     """Has the pass that comes to this node take the gradients of the leaves that it comes to inside of it."""
     function = node.run_function
@@ -77,13 +87,29 @@ def watch_checkpoint(node: Any) -> None:
     def recompute(*args: Any) -> Any:
         outputs = function(*args)
         call, node = nodes.running(), own_node()
-        around = call.capture if call is not None else _nested.get(current_graph_task_id())
+        around = call.capture if call is not None else _nested.get(current_graph_task_id(), _apart.around)
         if around is not None and node is not None:
             _watch(around, node, args, (outputs,) if isinstance(outputs, Tensor) else tuple(outputs))
         return outputs
 
     recompute.__telegrad__ = True  # type: ignore[attr-defined]
     node.run_function = recompute
+    node.apply = functools.partial(_apply, own_node)
+
+
+def _apply(own_node: weakref.ref[Any], *gradients: Any) -> Any:
+    """Runs the backward of a checkpoint, in place of the node's own method."""
+    node, call = own_node(), nodes.running()
+    assert node is not None
+    apply = functools.partial(type(node).apply, node, *gradients)
+    if call is None or not call.is_beside_devices():
+        return apply()
+    return devices.on_own_thread(functools.partial(_apply_apart, apply, call.capture))
+
+
+def _apply_apart(apply: Callable[[], Any], around: Capture | None) -> Any:
+    _apart.around = around
+    return apply()
 
 
 def _watch(around: Capture, node: Any, args: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:

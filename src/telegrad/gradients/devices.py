@@ -13,18 +13,26 @@ may wait, in a Wait, for gradients that depend on these very nodes. So it runs a
 then: in it, torch works off the CPU nodes that are ready. torch goes by the gradients: a node that gets None runs on
 the CPU's thread, whatever its device. So the graph (`mix_of`) tells only how often that is likely to be needed, and a
 graph without any device does not need it at all.
+
+# Note [an engine call inside of another]
+While it waits for a device, torch has its thread work off what else is ready there: also the Wait of the engine call
+around it. That would wait, above the inner call on the thread's stack, for gradients that depend on the inner one. So
+beside devices the inner one has a thread of its own, for which nothing else is ready (`on_own_thread`).
 """
 
 from __future__ import annotations
 
+import contextvars
 import enum
 import functools
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from .._torch import run_backward
 from .nodes import AccumulateGrad
 
 Event = Any  # torch.Event
@@ -96,12 +104,41 @@ def _on_cpu(node: Any) -> bool:
 
 def pump() -> None:
     """Has torch work off the CPU nodes that are ready, on the thread of an engine call that waits."""
-    leaf, result = _pump_graph()
-    torch.autograd.grad(result, leaf, retain_graph=True)
+    leaf, result, one = _pump_graph()
+    run_backward((result,), (one,), True, False, (leaf,), True, False)
 
 
 @functools.cache
-def _pump_graph() -> tuple[torch.Tensor, torch.Tensor]:
+def _pump_graph() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.enable_grad(), torch.inference_mode(False):
         leaf = torch.zeros((), device=torch.accelerator.current_accelerator(), requires_grad=True)
-        return leaf, leaf * 1
+        return leaf, leaf * 1, torch.ones_like(leaf).detach()
+
+
+def on_own_thread(function: Callable[[], Any]) -> Any:
+    """Runs a function on a new thread, with this one's streams and modes, and waits for it."""
+    found: list[Any] = []
+    errors: list[BaseException] = []
+    streams = [torch.accelerator.current_stream(device) for device in range(torch.accelerator.device_count())]
+    device = torch.accelerator.current_device_index() if streams else 0
+    grad = torch.is_grad_enabled()
+
+    def run() -> None:
+        try:
+            for stream in streams:
+                if stream.stream_id or stream.device_index == device:  # another's default stream is there
+                    torch.accelerator.set_stream(stream)
+            if streams:
+                torch.accelerator.set_device_index(device)
+            with torch.set_grad_enabled(grad):
+                found.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), name="telegrad-engine", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors.pop()
+    return found.pop()

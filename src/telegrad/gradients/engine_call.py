@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from .local_graph import Graph, Node
 from .local_pass import LocalPass
 from .outbox import Gradient, Poster
 from .pasts import Member
+from .waits import make_waits
 
 _DEVICE_POLL, _RARE_DEVICE_POLL = 1e-3, 20e-3  # seconds
 _ONE = torch.ones(())  # the gradient of tokens
@@ -66,6 +67,11 @@ class EngineCall:
         self._unposted = 0  # received messages whose gradients are still to be sent
         self._waits = False  # the engine waits for gradients, on its thread
         self.task = -1  # torch's number of the engine call, once it runs
+        # See nodes.py:
+        self.thread = 0  # which makes the call, and runs the CPU's nodes
+        self.before: EngineCall | None = None  # around it on that thread
+        self.begun: threading.Event | None = None
+        self.begun_before: threading.Event | None = None
         self.has_devices = torch.cuda.is_initialized()  # then torch may run nodes on threads of its own
         self._mix: devices.Mix | None = None  # None: not known yet
         self._ready: dict[int, list[devices.Event]] = {}  # by message sent: where its gradients are on a device
@@ -125,10 +131,10 @@ class EngineCall:
         if waits:
             with DisableTorchFunctionSubclass():
                 if torch.is_grad_enabled():
-                    token = _make_waits(waits, inner, leaves)
+                    token = make_waits(waits, inner, leaves)
                 else:
                     with torch.enable_grad():
-                        token = _make_waits(waits, inner, leaves)
+                        token = make_waits(waits, inner, leaves)
             starts.append(token)
             gradients.append(_ONE)
         return leaves
@@ -223,6 +229,10 @@ class EngineCall:
     def is_running(self) -> bool:
         """Whether this code runs in it."""
         return current_graph_task_id() == self.task or nodes.running() is self
+
+    def is_beside_devices(self) -> bool:
+        """Whether an engine call inside of this one, on this thread, may wait for a device."""
+        return self.has_devices and self.thread == threading.get_ident()
 
     # -- called by the nodes, inside of the engine -----------------------------------------------------
 
@@ -382,56 +392,6 @@ class EngineCall:
         at_once = self._waits or self._begin.create_graph
         events = self._events.pop(message, ()) if self._events else ()
         self._poster.add(local, worker, message, gradients, at_once=at_once, is_last=is_last, events=events)
-
-
-def _make_waits(waits: dict[int, list[Sent]], inner: set[int], leaves: dict[Node, None]) -> torch.Tensor:
-    """Chains the Waits for these messages; returns the token of the one that the engine comes to first.
-
-    Nothing is behind a leaf, so no other gradient depends on when it is waited for: messages with nothing but small
-    leaves have one Wait together, at the end. Large gradients are added up as they come, one after the other.
-    """
-    token: torch.Tensor | None = None
-    messages: list[int] = []
-    ids: list[int] = []
-    inputs: list[torch.Tensor] = []
-    for message in sorted(waits, reverse=True):  # what was sent last is added up first, as with a Wait for each
-        if message not in inner:
-            messages.append(message)
-            for sent in waits[message]:
-                ids.append(sent.id)
-                inputs.append(sent.stand_in)
-    if messages:
-        token = _make_wait(messages, ids, inputs, leaves)
-    for message in wait_order(inner) if inner else ():
-        ids, inputs, tokens = [], [], []
-        for sent in waits[message]:
-            if sent.is_leaf:
-                ids.append(sent.id)
-                inputs.append(sent.stand_in)
-            else:
-                tokens.append(sent.stand_in)
-        if token is not None:
-            tokens.append(token)
-        token = _make_wait([message], ids, inputs + tokens, leaves)
-    assert token is not None
-    return token
-
-
-def _make_wait(
-    messages: list[int], ids: list[int], inputs: list[torch.Tensor], leaves: dict[Node, None]
-) -> torch.Tensor:
-    token = nodes.make_wait(messages, ids, inputs)
-    if ids:
-        for node, _ in token.grad_fn.next_functions[: len(ids)]:  # type: ignore[union-attr]
-            if node is not None:
-                leaves[node] = None
-    return token
-
-
-def wait_order(messages: Iterable[int]) -> list[int]:
-    """Returns the order in which Waits are chained. The engine takes them in reverse: the gradients of what was sent
-    last are waited for first. Any other order can deadlock: see docs/backward.md."""
-    return sorted(messages)
 
 
 @functools.cache

@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from .._torch import DisableTorchFunctionSubclass, bind_apply, current_graph_task_id, run_backward
+from .._torch import (
+    DisableTorchFunctionSubclass,
+    bind_apply,
+    current_graph_task_id,
+    get_from_tls,
+    is_in_tls,
+    run_backward,
+    stash_in_tls,
+)
 from ..errors import GradientError
 from ..messages import LogEntry
 from ..primitives import current
@@ -39,9 +47,10 @@ _SOON = _FIRST - 1  # of Recvs: a gradient that is there goes out before anythin
 # By torch's own number of the engine call. The numbers are the process's, and so is this; its single operations
 # are atomic. An entry is there only while its engine call runs.
 _running: dict[int, EngineCall] = {}
-# By thread: engine calls that have begun and whose Beacon has not run yet. A device's nodes, which torch runs on a
-# thread of their own, may come before it; they wait. Empty where there are no devices.
-_before_beacon: dict[int, threading.Event] = {}
+# The key of an event that torch hands on to the threads that run an engine call's nodes, those of devices, too: set
+# once its Beacon has run. A device's nodes may come before it; they wait. Not for the Beacons of other engine calls:
+# torch may have these begin on the very thread that would wait.
+_BEGUN = "telegrad: begun"
 _LONGEST_START = 60.0  # seconds; the engine counts dependencies before it runs the first node
 
 
@@ -58,11 +67,9 @@ def running() -> EngineCall | None:
     if task < 0:
         return None
     call = _running.get(task)
-    if call is None and _before_beacon:
-        own = threading.get_ident()
-        for thread, has_run in list(_before_beacon.items()):
-            if thread != own:
-                has_run.wait(_LONGEST_START)
+    if call is None and is_in_tls(_BEGUN) and (begun := get_from_tls(_BEGUN)) is not None and not begun.is_set():
+        if _thread.starting is None or _thread.starting.begun is not begun:  # else the Beacon is this thread's to run
+            begun.wait(_LONGEST_START)
         call = _running.get(task)
     return call
 
@@ -72,20 +79,17 @@ current.engine_pass = running
 
 def starting(call: EngineCall) -> None:
     """Says which engine call this thread is about to begin. It must start from the Beacon, too."""
-    _thread.starting = call
+    call.before, _thread.starting = _thread.starting, call
+    call.thread = threading.get_ident()
     if call.has_devices:
-        _before_beacon[threading.get_ident()] = threading.Event()
-
-
-def _has_started() -> None:
-    if (event := _before_beacon.pop(threading.get_ident(), None)) is not None:
-        event.set()
+        call.begun_before = get_from_tls(_BEGUN) if is_in_tls(_BEGUN) else None
+        call.begun = threading.Event()
+        stash_in_tls(_BEGUN, call.begun)
 
 
 def _in_child() -> None:
     """Forgets, in a fork, the engine calls of threads that are not there."""
     _running.clear()
-    _before_beacon.clear()
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -93,20 +97,21 @@ os.register_at_fork(after_in_child=_in_child)
 
 def ended(call: EngineCall) -> None:
     """Forgets this thread's engine call, which is over."""
-    _thread.starting = None
-    if _before_beacon:
-        _has_started()
+    _thread.starting, call.before = call.before, None
+    if call.begun is not None:
+        call.begun.set()
+        stash_in_tls(_BEGUN, call.begun_before)
     _running.pop(call.task, None)
 
 
 def _on_beacon(gradients: Any) -> Any:
     """Runs before the Beacon, the first node of an engine call."""
-    call, _thread.starting = _thread.starting, None
-    if call is not None:
+    call = _thread.starting
+    if call is not None and call.task < 0:
         call.task = current_graph_task_id()
         _running[call.task] = call
-        if _before_beacon:
-            _has_started()
+        if call.begun is not None:
+            call.begun.set()
     return (None,)  # nothing is behind it
 
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
-from .._torch import ImperativeEngine, Variable, is_batched, is_batched_by_autograd
+from .._torch import ImperativeEngine, Variable, current_graph_task_id, is_batched, is_batched_by_autograd
 from ..errors import GradientError
 from ..primitives import clock, current
 from ..primitives.interrupts import in_finaliser
 from ..primitives.untraced import untraced
-from . import adding
+from . import adding, devices, nodes
 from .local_graph import Node, find_any_received
 from .look import find_received_among, run_unless_received
 from .plan import edge_of
@@ -61,9 +62,14 @@ class PlainEngine(ImperativeEngine):
             for engine in _engines:
                 if engine.plain.received:
                     return self._run(tensors, grad_tensors, *args)
-            return self.below.run_backward(tensors, grad_tensors, *args)
+            return self._run_below(tensors, grad_tensors, *args)
         finally:
             adding.engine_calls.pop()
+
+    def _run_below(self, *args: Any) -> Any:
+        if current_graph_task_id() >= 0 and (call := nodes.running()) is not None and call.is_beside_devices():
+            return devices.on_own_thread(partial(self.below.run_backward, *args))
+        return self.below.run_backward(*args)
 
     def _run(
         self,
@@ -77,7 +83,7 @@ class PlainEngine(ImperativeEngine):
     ) -> Any:
         """Does the same where received tensors live."""
         args = (keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
-        run = self.below.run_backward
+        run = self._run_below
         recv: Node | None = None
         candidates = [node for engine in _engines if engine.plain.received for node in engine.plain.recvs()]
         if candidates:

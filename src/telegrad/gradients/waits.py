@@ -1,0 +1,61 @@
+"""The chain of Waits in front of the tensors that a worker has sent. Its order is what keeps passes from deadlock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from . import nodes
+from .contexts import Sent
+from .local_graph import Node
+
+
+def make_waits(waits: dict[int, list[Sent]], inner: set[int], leaves: dict[Node, None]) -> torch.Tensor:
+    """Chains the Waits for these messages; returns the token of the one that the engine comes to first.
+
+    Nothing is behind a leaf, so no other gradient depends on when it is waited for: messages with nothing but small
+    leaves have one Wait together, at the end. Large gradients are added up as they come, one after the other.
+    """
+    token: torch.Tensor | None = None
+    messages: list[int] = []
+    ids: list[int] = []
+    inputs: list[torch.Tensor] = []
+    for message in sorted(waits, reverse=True):  # what was sent last is added up first, as with a Wait for each
+        if message not in inner:
+            messages.append(message)
+            for sent in waits[message]:
+                ids.append(sent.id)
+                inputs.append(sent.stand_in)
+    if messages:
+        token = _make_wait(messages, ids, inputs, leaves)
+    for message in wait_order(inner) if inner else ():
+        ids, inputs, tokens = [], [], []
+        for sent in waits[message]:
+            if sent.is_leaf:
+                ids.append(sent.id)
+                inputs.append(sent.stand_in)
+            else:
+                tokens.append(sent.stand_in)
+        if token is not None:
+            tokens.append(token)
+        token = _make_wait([message], ids, inputs + tokens, leaves)
+    assert token is not None
+    return token
+
+
+def _make_wait(
+    messages: list[int], ids: list[int], inputs: list[torch.Tensor], leaves: dict[Node, None]
+) -> torch.Tensor:
+    token = nodes.make_wait(messages, ids, inputs)
+    if ids:
+        for node, _ in token.grad_fn.next_functions[: len(ids)]:  # type: ignore[union-attr]
+            if node is not None:
+                leaves[node] = None
+    return token
+
+
+def wait_order(messages: Iterable[int]) -> list[int]:
+    """Returns the order in which Waits are chained. The engine takes them in reverse: the gradients of what was sent
+    last are waited for first. Any other order can deadlock: see docs/backward.md."""
+    return sorted(messages)
