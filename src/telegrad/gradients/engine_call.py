@@ -174,6 +174,10 @@ class EngineCall:
         try:
             capture.watch(leaves)
             self._run_engine(starts, gradients, (), accumulate=True)
+        except BaseException:
+            if self.has_devices:
+                devices.drain(leaves)  # what is added to a leaf from here on would go to `.grad`
+            raise
         finally:
             capture.close()
             self.capture = None  # it refers to this call: only the collector would find the two
