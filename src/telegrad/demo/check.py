@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-
-from .. import autograd, rpc
-from ..rpc import RRef
+from ..optim.remote_tensor import RemoteGradient, RemoteParameter
 from .model import Transformer, here
 from .training import Batch, loss_of
 
@@ -38,22 +35,19 @@ def differences(model: Transformer, batch: Batch) -> list[Difference]:
 
     spread = Transformer().double()
     spread.load_state_dict(values)
-    handles = spread.handles()
+    loss_of(spread, batch).backward()
+    places = dict(spread.named_parameters())
     found = []
-    with autograd.context() as context_id:
-        autograd.backward(context_id, [loss_of(spread, batch)])
-        for name, parameter in alone.named_parameters():
-            handle, expected = handles[name], parameter.grad
-            assert expected is not None
-            gradient = rpc.rpc_sync(handle.owner(), gradient_of, args=(context_id, handle))
-            largest = (gradient - expected).abs().max().item()
-            found.append(Difference(name, handle.owner_name(), expected.numel(), largest, expected.abs().max().item()))
+    for name, parameter in alone.named_parameters():
+        place, expected = places[name], parameter.grad
+        owner = place.on if isinstance(place, RemoteParameter) else "driver"
+        gradient = place.grad
+        if isinstance(gradient, RemoteGradient):
+            gradient = gradient.to_here()
+        assert expected is not None and gradient is not None
+        largest = (gradient - expected).abs().max().item()
+        found.append(Difference(name, owner, expected.numel(), largest, expected.abs().max().item()))
     return found
-
-
-def gradient_of(context_id: int, handle: RRef[nn.Parameter]) -> Tensor:
-    """Runs on the owner of a parameter."""
-    return autograd.get_gradients(context_id)[handle.local_value()]
 
 
 def in_words(difference: float) -> str:

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.remote_module import RemoteModule
-from ..optim.remote_tensor import RemoteParameter
-from ..rpc import RRef
 from .text import CHARACTERS
 
 WORKERS = ("stage1", "stage2", "server")
@@ -73,11 +71,6 @@ class Transformer(nn.Module):
         x = self.stage2(x, triples)
         scores: Tensor = self.head(x)
         return scores
-
-    def handles(self) -> dict[str, RRef[nn.Parameter]]:
-        """A handle to each parameter by its name, wherever it is."""
-        found = dict(self.named_parameters())
-        return {name: p.rref if isinstance(p, RemoteParameter) else RRef(p) for name, p in found.items()}
 
 
 def triples_of(text: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def draw_timeline(training: Training, folder: Path) -> Timeline:
 
 def draw_graph(training: Training, folder: Path) -> Graph:
     """Gathers the graph of a step when its forward pass is done. Writes graph.svg, if pygraphviz is installed."""
-    with autograd.context() as context_id:
+    with autograd.context() as context_id:  # which knows what belongs to this step, and on which workers
         loss = loss_of(training.model, training.batch())
         graph = autograd.graph(context_id, roots=[loss])
     with contextlib.suppress(DrawingError):  # the report says why

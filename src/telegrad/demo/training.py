@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from .. import autograd
 from ..optim.distributed import DistributedOptimizer
 from .model import LENGTH, Transformer
 from .text import decode, encode
@@ -27,7 +26,7 @@ class Training:
         self.model = model
         self.pieces = text.unfold(0, LENGTH + 1, 1)  # all of them, as a view
         self.size = size
-        self.optimizer = DistributedOptimizer(torch.optim.AdamW, list(model.handles().values()), lr=lr)
+        self.optimizer = DistributedOptimizer(torch.optim.AdamW, model.parameters(), lr=lr)
 
     def batch(self) -> Batch:
         """Some pieces, taken at random."""
@@ -36,10 +35,10 @@ class Training:
 
     def step(self) -> float:
         """One step on all workers; the loss before it."""
-        with autograd.context() as context_id:
-            loss = loss_of(self.model, self.batch())
-            autograd.backward(context_id, [loss])
-            self.optimizer.step(context_id)
+        loss = loss_of(self.model, self.batch())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return loss.item()
 
 
