@@ -352,7 +352,7 @@ class Capture:
     def _take(self, leaf: Leaf, gradients: tuple[torch.Tensor, ...]) -> Any:
         if not self._is_ours():
             return None
-        if gradients[0] is not None:
+        if gradients[0] is not None and leaf.requires_grad:  # it may have been frozen since its forward
             is_free = _references(gradients) == self._free  # asked first: to name it is to hold it
             gradient = gradients[0]
             if (self._shared or not is_free) and gradient.layout is torch.strided:
