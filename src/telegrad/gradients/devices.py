@@ -34,6 +34,7 @@ from torch.autograd.function import BackwardCFunction
 
 from .._torch import run_backward
 from .nodes import AccumulateGrad
+from .torch_modes import applied, current_modes
 
 Event = Any  # torch.Event
 
@@ -136,7 +137,7 @@ def on_own_thread(function: Callable[[], Any]) -> Any:
     errors: list[BaseException] = []
     streams = [torch.accelerator.current_stream(device) for device in range(torch.accelerator.device_count())]
     device = torch.accelerator.current_device_index() if streams else 0
-    grad = torch.is_grad_enabled()
+    modes = current_modes()
 
     def run() -> None:
         try:
@@ -145,7 +146,7 @@ def on_own_thread(function: Callable[[], Any]) -> Any:
                     torch.accelerator.set_stream(stream)
             if streams:
                 torch.accelerator.set_device_index(device)
-            with torch.set_grad_enabled(grad):
+            with applied(modes):
                 found.append(function())
         except BaseException as error:
             errors.append(error)
@@ -153,7 +154,16 @@ def on_own_thread(function: Callable[[], Any]) -> Any:
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(run,), name="telegrad-engine", daemon=True)
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException as interrupt:  # Ctrl-C: what runs there is not left behind, unless there is a second one
+        errors.insert(0, interrupt)
+        thread.join()
     if errors:
-        raise errors.pop()
+        error = errors[0]
+        errors.clear()
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame: only the collector would find the two
     return found.pop()

@@ -64,7 +64,8 @@ class PlainEngine(ImperativeEngine):
                     return self._run(tensors, grad_tensors, *args)
             return self._run_below(tensors, grad_tensors, *args)
         finally:
-            adding.engine_calls.pop()
+            if adding.engine_calls:  # else this is a fork, made in a hook
+                adding.engine_calls.pop()
 
     def _run_below(self, *args: Any) -> Any:
         if current_graph_task_id() >= 0 and (call := nodes.running()) is not None and call.is_beside_devices():

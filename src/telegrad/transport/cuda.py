@@ -258,8 +258,13 @@ class _On:
     def __enter__(self) -> None:
         self._cuda.exchange_mode(self._mode)
         if cuda_device() != self._device:
-            self._other = torch.cuda.device(self._device)  # which makes no context on the device that it goes back to
-            self._other.__enter__()
+            try:
+                other = torch.cuda.device(self._device)  # which makes no context on the device that it goes back to
+                other.__enter__()
+                self._other = other
+            except BaseException:
+                self._cuda.exchange_mode(self._mode)
+                raise
 
     def __exit__(self, *error: Any) -> None:
         if self._other is not None:
