@@ -27,7 +27,6 @@ run_backward = Variable._execution_engine.run_backward
 current_graph_task_id = _C._current_graph_task_id
 will_engine_execute = _C._will_engine_execute_node
 stash_in_tls = _C._stash_obj_in_tls
-get_from_tls = _C._get_obj_in_tls
 is_in_tls = _C._is_key_in_tls
 bind_apply = _C._FunctionBase.__dict__["apply"].__get__
 is_batched = _C._functorch.is_batchedtensor

@@ -17,13 +17,22 @@ def test_the_device_and_the_stream_of_this_thread() -> None:
             assert _torch.cuda_raw_stream(torch.cuda.current_device()) == stream.cuda_stream
 
 
-def test_what_is_stashed_is_seen_on_the_thread_of_a_device() -> None:
-    key, given, seen = "tests: key", object(), []
-    y = torch.ones(1, device="cuda", requires_grad=True) * 2
-    y.register_hook(lambda _: seen.append((threading.get_ident(), _torch.get_from_tls(key))))
-    _torch.stash_in_tls(key, given)
-    y.sum().backward()
-    _torch.stash_in_tls(key, None)
-    ((thread, found),) = seen
-    assert thread != threading.get_ident()
-    assert found is given
+def test_a_key_is_seen_on_the_thread_of_a_device() -> None:
+    key, seen = "tests: key", []
+
+    def run() -> None:
+        y = torch.ones(1, device="cuda", requires_grad=True) * 2
+        y.register_hook(lambda _: seen.append((threading.get_ident(), _torch.is_in_tls(key))))
+        y.sum().backward()
+
+    def on_another_thread() -> None:
+        _torch.stash_in_tls(key, None)
+        for _ in range(100):
+            run()
+
+    thread = threading.Thread(target=on_another_thread)
+    thread.start()
+    thread.join()
+    run()
+    assert len({of for of, _ in seen}) == 1
+    assert [found for _, found in seen] == [True] * 100 + [False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -56,6 +57,31 @@ def forward(call: Any) -> torch.Tensor:
 def test_backward():
     forward(there).backward()
     assert_same(grads(NAMES), expected(forward(here), NAMES))
+
+
+def require_grad(name: str, requires_grad: bool) -> None:
+    leaf(name).requires_grad_(requires_grad)
+
+
+@pytest.mark.parametrize("in_context", [False, True])
+def test_a_leaf_on_another_worker_that_is_frozen_after_the_forward(in_context):
+    with autograd.context() if in_context else contextlib.nullcontext(0) as context_id:
+        loss = forward(there)
+        there("a", require_grad, "a.w", False)
+        try:
+            if in_context:
+                autograd.backward(context_id, [loss])
+                assert not there("a", has_gradient, context_id, "a.w")
+            else:
+                loss.backward()
+                found = grads(NAMES)
+                assert found.pop("a.w", None) is None
+        finally:
+            there("a", require_grad, "a.w", True)
+
+
+def has_gradient(context_id: int, name: str) -> bool:
+    return leaf(name) in autograd.get_gradients(context_id)
 
 
 def test_gradients_accumulate_over_passes():

@@ -10,6 +10,7 @@ import torch
 import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import telegrad
 from telegrad import autograd, rpc
@@ -56,6 +57,32 @@ def ranks(request: pytest.FixtureRequest, server: telegrad.ForkServer, tmp_path:
         on_all(end_group)
 
 
+class Checkpointed(nn.Module):
+    """A leaf before a reentrant checkpoint, and another inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False)
+        nn.init.eye_(self.first.weight)
+        nn.init.ones_(self.inner.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(self.inner, self.first(x), use_reentrant=True)
+        return found
+
+
+def put_checkpoint() -> None:
+    _modules["checkpointed"] = DistributedDataParallel(Checkpointed())
+
+
+def through_checkpoint(x: torch.Tensor) -> torch.Tensor:
+    return _modules["checkpointed"](x).sum()
+
+
+def grads_around_checkpoint() -> list[torch.Tensor | None]:
+    return [p.grad for p in _modules["checkpointed"].parameters()]
+
+
 def forward(x: torch.Tensor, sync: bool = True) -> torch.Tensor:
     module = _modules["ddp"]
     if sync:
@@ -90,6 +117,14 @@ def test_after_the_call_with_accumulation(ranks):
         torch.testing.assert_close(one, x)
     sum(on_all(forward, *((x,) for x in INPUTS))).backward()  # type: ignore[attr-defined]
     assert_all(on_all(grad), AVERAGE * 2)
+
+
+def test_with_a_reentrant_checkpoint_inside(ranks):
+    on_all(put_checkpoint)
+    sum(on_all(through_checkpoint, *((x,) for x in INPUTS))).backward()  # type: ignore[attr-defined]
+    for first, inner in on_all(grads_around_checkpoint):
+        torch.testing.assert_close(inner, AVERAGE)
+        torch.testing.assert_close(first, AVERAGE.expand(3, 3))
 
 
 def test_in_a_context(ranks):

@@ -47,7 +47,7 @@ def note_averaged_leaves(user: int) -> None:
         DistributedDataParallel._ddp_init_helper = _ddp_init_helper
     if torch.distributed.is_available() and torch.distributed.is_initialized():  # else there are none
         for module in gc.get_objects():
-            if isinstance(module, DistributedDataParallel):
+            if issubclass(type(module), DistributedDataParallel):  # isinstance() would ask a proxy of what is gone
                 leaves_are_averaged(module._module_parameters)
 
 

@@ -48,6 +48,9 @@ class Nested(Capture):
     def _is_running(self) -> bool:
         return bool(current_graph_task_id() == self.task)
 
+    def watch_averaged(self, together: dict[int, Tensor]) -> None:
+        self._around.watch_averaged(together)  # the average is there when the outermost engine call ends
+
     def begin(self, *_: Any) -> None:
         """Runs before each root of the engine call."""
         if self.task < 0:

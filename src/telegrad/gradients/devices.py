@@ -104,14 +104,29 @@ def _on_cpu(node: Any) -> bool:
 
 def pump() -> None:
     """Has torch work off the CPU nodes that are ready, on the thread of an engine call that waits."""
-    leaf, result, one = _pump_graph()
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    _pass_through(torch.device(device.type, torch.accelerator.current_device_index()))
+
+
+def drain(leaves: Iterable[Any]) -> None:
+    """After an engine call has failed: waits until the threads of devices run none of its nodes any more. torch leaves
+    them at the node that they are at, and has them run none after it."""
+    for device in {leaf.variable.device for leaf in leaves}:
+        if device.type != "cpu":
+            _pass_through(device)
+
+
+def _pass_through(device: torch.device) -> None:
+    """Runs a small engine call that goes through the thread of a device."""
+    leaf, result, one = _small_graph(device)
     run_backward((result,), (one,), True, False, (leaf,), True, False)
 
 
 @functools.cache
-def _pump_graph() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _small_graph(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.enable_grad(), torch.inference_mode(False):
-        leaf = torch.zeros((), device=torch.accelerator.current_accelerator(), requires_grad=True)
+        leaf = torch.zeros((), device=device, requires_grad=True)
         return leaf, leaf * 1, torch.ones_like(leaf).detach()
 
 

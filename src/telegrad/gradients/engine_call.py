@@ -70,8 +70,6 @@ class EngineCall:
         # See nodes.py:
         self.thread = 0  # which makes the call, and runs the CPU's nodes
         self.before: EngineCall | None = None  # around it on that thread
-        self.begun: threading.Event | None = None
-        self.begun_before: threading.Event | None = None
         self.has_devices = torch.cuda.is_initialized()  # then torch may run nodes on threads of its own
         self._mix: devices.Mix | None = None  # None: not known yet
         self._ready: dict[int, list[devices.Event]] = {}  # by message sent: where its gradients are on a device
@@ -176,6 +174,10 @@ class EngineCall:
         try:
             capture.watch(leaves)
             self._run_engine(starts, gradients, (), accumulate=True)
+        except BaseException:
+            if self.has_devices:
+                devices.drain(leaves)  # what is added to a leaf from here on would go to `.grad`
+            raise
         finally:
             capture.close()
             self.capture = None  # it refers to this call: only the collector would find the two

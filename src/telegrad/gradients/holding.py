@@ -32,7 +32,7 @@ def references(gradient: torch.Tensor) -> tuple[int, int]:
 class _Probe:
     """Takes the place of an EngineCall."""
 
-    has_devices, task, found, capture, begun, before = False, -1, (0, 0), None, None, None
+    has_devices, task, found, capture, before = False, -1, (0, 0), None, None
 
     def post(self, recv: Any, gradient: torch.Tensor) -> None:
         self.found = references(gradient)

@@ -242,6 +242,9 @@ class _Turn:
     def is_taken(self) -> bool:
         return self._holder is not None
 
+    def is_of(self, holder: Capture) -> bool:
+        return self._holder is holder
+
     def begin(self, leaf: Leaf, holder: Capture, shown: dict[int, Replaced] | None = None) -> None:
         """Sets `.grad` aside. With `shown`, which has what came of turns before in the same pass, a copy stays."""
         if not self.free.acquire(timeout=_LONGEST_TURN):
@@ -334,16 +337,22 @@ class Capture:
                 self._watch_with_hooks(node, leaf)
             else:
                 self._cleanup.append(node.register_prehook(partial(self._take, leaf)).remove)
+        if together:
+            self.watch_averaged(together)
+
+    def watch_averaged(self, together: dict[int, Leaf]) -> None:
+        """Takes what is averaged for these leaves, by their addresses, when the engine call ends."""
         for key in sorted(together):  # in one order in all passes: each waits for its turn
             leaf = together[key]
             turn = _turn_of(leaf)
-            turn.begin(leaf, self, self.gradients.replaced if self.shows else None)
-            self._cleanup.append(partial(self._end_turn, turn, leaf))
+            if not turn.is_of(self):
+                turn.begin(leaf, self, self.gradients.replaced if self.shows else None)
+                self._cleanup.append(partial(self._end_turn, turn, leaf))
 
     def _take(self, leaf: Leaf, gradients: tuple[torch.Tensor, ...]) -> Any:
         if not self._is_ours():
             return None
-        if gradients[0] is not None:
+        if gradients[0] is not None and leaf.requires_grad:  # it may have been frozen since its forward
             is_free = _references(gradients) == self._free  # asked first: to name it is to hold it
             gradient = gradients[0]
             if (self._shared or not is_free) and gradient.layout is torch.strided:

@@ -27,7 +27,6 @@ from .._torch import (
     DisableTorchFunctionSubclass,
     bind_apply,
     current_graph_task_id,
-    get_from_tls,
     is_in_tls,
     run_backward,
     stash_in_tls,
@@ -47,10 +46,11 @@ _SOON = _FIRST - 1  # of Recvs: a gradient that is there goes out before anythin
 # By torch's own number of the engine call. The numbers are the process's, and so is this; its single operations
 # are atomic. An entry is there only while its engine call runs.
 _running: dict[int, EngineCall] = {}
-# The key of an event that torch hands on to the threads that run an engine call's nodes, those of devices, too: set
-# once its Beacon has run. A device's nodes may come before it; they wait. Not for the Beacons of other engine calls:
-# torch may have these begin on the very thread that would wait.
-_BEGUN = "telegrad: begun"
+# By thread: an engine call that has begun there, and whose Beacon has not run yet. A device's nodes, which torch runs
+# on a thread of their own, may come before it; they wait. Not for the Beacons of other engine calls: torch may have
+# these begin on the very thread that would wait. torch hands a thread's keys on to all threads that run its engine
+# calls, so each thread that makes any has one (_key). Empty where there are no devices.
+_before_beacon: dict[int, threading.Event] = {}
 _LONGEST_START = 60.0  # seconds; the engine counts dependencies before it runs the first node
 
 
@@ -67,11 +67,17 @@ def running() -> EngineCall | None:
     if task < 0:
         return None
     call = _running.get(task)
-    if call is None and is_in_tls(_BEGUN) and (begun := get_from_tls(_BEGUN)) is not None and not begun.is_set():
-        if _thread.starting is None or _thread.starting.begun is not begun:  # else the Beacon is this thread's to run
-            begun.wait(_LONGEST_START)
+    if call is None and _before_beacon:
+        own = threading.get_ident()
+        for thread, begun in list(_before_beacon.items()):
+            if thread != own and is_in_tls(_key(thread)):
+                begun.wait(_LONGEST_START)
         call = _running.get(task)
     return call
+
+
+def _key(thread: int) -> str:
+    return f"telegrad: thread {thread}"
 
 
 current.engine_pass = running
@@ -82,14 +88,20 @@ def starting(call: EngineCall) -> None:
     call.before, _thread.starting = _thread.starting, call
     call.thread = threading.get_ident()
     if call.has_devices:
-        call.begun_before = get_from_tls(_BEGUN) if is_in_tls(_BEGUN) else None
-        call.begun = threading.Event()
-        stash_in_tls(_BEGUN, call.begun)
+        if not is_in_tls(key := _key(call.thread)):
+            stash_in_tls(key, None)
+        _before_beacon[call.thread] = threading.Event()
+
+
+def _has_begun(thread: int) -> None:
+    if (begun := _before_beacon.pop(thread, None)) is not None:
+        begun.set()
 
 
 def _in_child() -> None:
     """Forgets, in a fork, the engine calls of threads that are not there."""
     _running.clear()
+    _before_beacon.clear()
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -98,9 +110,8 @@ os.register_at_fork(after_in_child=_in_child)
 def ended(call: EngineCall) -> None:
     """Forgets this thread's engine call, which is over."""
     _thread.starting, call.before = call.before, None
-    if call.begun is not None:
-        call.begun.set()
-        stash_in_tls(_BEGUN, call.begun_before)
+    if _before_beacon:
+        _has_begun(call.thread)
     _running.pop(call.task, None)
 
 
@@ -110,8 +121,8 @@ def _on_beacon(gradients: Any) -> Any:
     if call is not None and call.task < 0:
         call.task = current_graph_task_id()
         _running[call.task] = call
-        if call.begun is not None:
-            call.begun.set()
+        if _before_beacon:
+            _has_begun(call.thread)
     return (None,)  # nothing is behind it
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from .._torch import tree_map
 from ..errors import CallTimeoutError, HandedOverError, PeerLostError, text_of
@@ -56,11 +57,11 @@ class Creations:
     def _late(self, owner: int, body: Call, limit: float | None, text: str) -> Entry:
         """An entry for a value whose owner could not be reached in time. As where the answer is late, the handle says
         so when the value is asked for, and the value is created all the same, once the owner is reached."""
+        args, kwargs = tree_map(_copied, (body.args, body.kwargs))  # tensors, which the caller may overwrite now
         entry = self._worker.references.new(owner)
         assert isinstance(entry, Held)
         entry.creation = PendingCall(entry.id, "", self._peers.name_of(owner), limit, None)
         self._calls.fail(entry.creation, partial(CallTimeoutError, text))
-        args, kwargs = tree_map(_copied, (body.args, body.kwargs))  # tensors, which the caller may overwrite now
         entry.handles += 1  # the message's
         self._threads.submit(partial(self._send, entry, Call(body.function, args, kwargs), None))
         return entry
@@ -109,4 +110,6 @@ class Creations:
 
 
 def _copied(value: Any) -> Any:
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+    if type(value) not in (Tensor, Parameter):  # what other tensors are made of is their own affair
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)

@@ -1,0 +1,141 @@
+"""Plain backward() with tensors on a GPU, and beside it on the CPU."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from telegrad import rpc
+from telegrad.nn import RemoteModule
+from telegrad.nn.utils import clip_grad_norm_
+from telegrad.optim import DistributedOptimizer, GradScaler
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+SIZES = [16, 1 << 20]  # elements: in the message, and beside it
+
+
+def delay() -> None:
+    """Keeps the current stream busy for some milliseconds."""
+    torch.cuda._sleep(10_000_000)
+
+
+def times(x: torch.Tensor, factor: float, device: str) -> torch.Tensor:
+    """Computes on a device, and gives the result back there."""
+    delay()
+    return x.to(device) * factor
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cpu", "cuda"), ("cuda", "cpu")])
+def test_a_plain_backward(size: int, devices: tuple[str, str]) -> None:
+    for _ in range(4):
+        x = torch.ones(size, device="cuda", requires_grad=True)
+        y = rpc.rpc_sync("a", times, args=(x, 2.0, devices[0]))
+        z = rpc.rpc_sync("b", times, args=(y.sin().to("cuda"), 3.0, devices[1]))
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            delay()
+            loss = (z.to("cuda") * x).sum()
+            loss.backward()
+        torch.cuda.current_stream().wait_stream(side)
+        local = torch.ones(size, device="cuda", requires_grad=True)
+        ((local * 2).sin() * 3 * local).sum().backward()
+        torch.testing.assert_close(x.grad, local.grad)
+
+
+def test_grad_and_a_second_order() -> None:
+    x = torch.full((4,), 0.5, device="cuda", requires_grad=True)
+    y = rpc.rpc_sync("a", times, args=(x, 2.0, "cuda")).sin()
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    torch.testing.assert_close(first, 2 * torch.cos(2 * x))
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, -4 * torch.sin(2 * x))
+    assert x.grad is None
+
+
+def test_four_threads_at_once() -> None:
+    def run(seed: int) -> None:
+        try:
+            for device in ("cuda", "cpu") * 4:
+                x = torch.full((100,), float(seed), device=device, requires_grad=True)
+                rpc.rpc_sync("a", times, args=(x, 2.0, "cuda")).to(device).mul(x).sum().backward()
+                torch.testing.assert_close(x.grad, 4 * x.detach())
+            done.append(seed)
+        except BaseException as error:
+            done.append(error)
+
+    done: list[Any] = []
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(done) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")])
+def test_a_checkpoint_that_goes_to_another_device(devices: tuple[str, str], reentrant: bool) -> None:
+    """On the root, behind one call and in front of another."""
+    outside, inside = devices
+    weight = torch.full((8,), 3.0, device=inside, requires_grad=True)
+
+    def block(h: torch.Tensor) -> torch.Tensor:
+        return (h.to(inside).sin() * weight).to(outside)
+
+    def loss(call: Any) -> torch.Tensor:
+        x = torch.linspace(0, 1, 8, device=outside, requires_grad=True)
+        leaves.append(x)
+        h = call(x, 2.0, outside)
+        h = checkpoint(block, h, use_reentrant=reentrant) + h
+        return call(h, 0.5, outside).sum()
+
+    leaves: list[torch.Tensor] = []
+    for _ in range(3):
+        found = []
+        for call in (lambda *args: rpc.rpc_sync("a", times, args=args), times):
+            loss(call).backward()
+            found.append((leaves[-1].grad, weight.grad))
+            weight.grad = None
+        torch.testing.assert_close(*found)
+
+
+class Part(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_ten_steps_over_remote_modules(scales: bool) -> None:
+    torch.manual_seed(1)
+    local = nn.Sequential(Part(), nn.Linear(16, 16), Part()).cuda()
+    model = nn.Sequential(RemoteModule("a/cuda:0", Part), nn.Linear(16, 16).cuda(), RemoteModule("b/cuda:0", Part))
+    model.load_state_dict(local.state_dict())
+    ours = DistributedOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
+    scaler, torchs = GradScaler("cuda", enabled=scales), torch.amp.GradScaler("cuda", enabled=scales)
+    theirs = torch.optim.AdamW(local.parameters(), lr=1e-2)
+    for step in range(10):
+        x = torch.randn(8, 16, device="cuda")
+        for a_model, optimizer, a_scaler, clip in (
+            (model, ours, scaler, clip_grad_norm_),
+            (local, theirs, torchs, nn.utils.clip_grad_norm_),
+        ):
+            loss = a_model(x).square().mean()
+            if scales and step == 4:
+                loss = loss * float("inf")  # on all owners
+            a_scaler.scale(loss).backward()
+            a_scaler.unscale_(optimizer)
+            clip(a_model.parameters(), 0.1)
+            a_scaler.step(optimizer)
+            a_scaler.update()
+            optimizer.zero_grad()
+    assert scaler.get_scale() == torchs.get_scale()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.cuda(), local.state_dict()[name])
