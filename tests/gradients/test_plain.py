@@ -405,9 +405,9 @@ def test_state_kept_over_many_calls_is_linear(module_cluster, keep):
             kept.append(found)
         del found
     there("a", forget_state)
-    early, late = sorted(seconds[100:300]), sorted(seconds[600:])
-    assert late[len(late) // 2] < 3 * early[len(early) // 2]
     kept.clear()
+    early, late = min(seconds[100:300]), min(seconds[600:])  # the least disturbed: other programs run, too
+    assert late < 3 * early
 
 
 # -- with contexts -----------------------------------------------------------------------------------------
