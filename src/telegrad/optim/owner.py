@@ -154,6 +154,8 @@ def _parameter(rref: RRef[Any]) -> torch.Tensor:
     value = rref.local_value()
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{rref} refers to a {type(value).__name__}; an optimizer needs a tensor")
+    if nn.parameter.is_lazy(value):
+        raise ValueError("a lazy parameter has no values before the first forward: call its module once before this")
     if not (value.is_leaf or value.retains_grad):
         raise ValueError("can't optimize a non-leaf Tensor")
     return value
@@ -208,6 +210,10 @@ def step(id: int, version: int, news: News | None, context_id: int | None) -> in
     with _alone(id, version, news) as local:
         if context_id is None:
             gradients = grads(params)
+        elif any(
+            group.get("nesterov") for group in local.optimizer.param_groups
+        ):  # which may be added to them in place
+            gradients = [None if gradient is None else gradient.clone() for gradient in gradients]
         local.step(gradients)
     return _where(gradients, context_id, params)
 
