@@ -281,6 +281,8 @@ def test_tied_and_lazy_parameters():
     lazy = RemoteModule("b", nn.LazyLinear, (2,))
     weight = next(lazy.parameters())
     assert weight.shape == (0,)
+    with pytest.raises(errors.OptimizerError, match="'b': ValueError: a lazy parameter .* call its module once"):
+        DistributedOptimizer(torch.optim.SGD, lazy.parameters())
     lazy(x(False))
     assert next(lazy.parameters()) is weight
     assert weight.shape == (2, 4)
@@ -332,6 +334,7 @@ def test_what_parameters_refuse():
         lambda: nn.init.zeros_(weight),
         lambda: weight.data,
         lambda: weight.detach(),
+        lambda: weight.as_subclass(torch.Tensor),
         lambda: weight.mul_(2),
         lambda: weight + 1,
         lambda: weight[0],
@@ -346,6 +349,7 @@ def test_what_parameters_refuse():
         lambda: pickle.dumps(weight),
         lambda: torch.save(weight, io.BytesIO()),
         lambda: gradient.mul_(2),
+        lambda: gradient.requires_grad_(),
         lambda: gradient.norm(),
         lambda: torch._foreach_mul_([torch.ones(2), gradient], 0.5),
     ):
@@ -503,6 +507,9 @@ def test_a_sequential_reaches_them():
     there.float()
     there(x(False)).sum().backward()
     assert ask(there[1], "scale.grad") is not None and there[0].weight.grad is not None
+    there.zero_grad(set_to_none=False)
+    assert all(not p.grad.any() for p in there[0].parameters())
+    assert not ask(there[1], "scale.grad").any() and not ask(there[3], "scale.grad").any()
     there.zero_grad()
     assert all(p.grad is None for p in there.parameters())
     assert ask(there[3], "scale.grad") is None

@@ -136,7 +136,9 @@ CLASSES: list[Any] = [
     (optim.RMSprop, {"lr": 0.05, "centered": True, "momentum": 0.5}),
     (optim.Rprop, {"lr": 0.05}),
     (optim.NAdam, {"lr": 0.05}),
-    (optim.Adam, {"lr": torch.tensor(0.01), "foreach": False}),
+    (optim.Adam, {"lr": torch.tensor(0.01)}),
+    (optim.AdamW, {"lr": torch.tensor(0.01), "betas": (torch.tensor(0.8), torch.tensor(0.9))}),
+    (optim.SGD, {"lr": torch.tensor(0.05), "momentum": 0.9}),
 ]
 
 
@@ -252,8 +254,8 @@ def test_schedulers(make):
 def test_a_scheduler_of_a_rate_that_is_a_tensor():
     """It is changed in place."""
     here, there = Here(), There()
-    mine = optim.Adam(here.params, lr=torch.tensor(0.1), foreach=False)
-    theirs = DistributedOptimizer(optim.Adam, there.params, lr=torch.tensor(0.1), foreach=False)
+    mine = optim.Adam(here.params, lr=torch.tensor(0.1))
+    theirs = DistributedOptimizer(optim.Adam, there.params, lr=torch.tensor(0.1))
     schedulers = [lr_scheduler.ExponentialLR(o, 0.5) for o in (mine, theirs)]
     for n in range(4):
         train_here(here, mine, n)
@@ -648,6 +650,26 @@ def test_clipping_leaves_the_gradients_that_others_hold():
     torch.testing.assert_close(norm, torch.tensor(75.0).sqrt())
     torch.testing.assert_close(held, torch.full((3,), 5.0))
     torch.testing.assert_close(clipped.norm(), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+def test_momentum_is_not_added_to_the_gradients_of_a_context(foreach):
+    there = There()
+    options = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": foreach}
+    optimizer = DistributedOptimizer(optim.SGD, there.params, **options)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [there.loss(batch(0))])
+        before = gradients_of(there, context_id)
+        optimizer.step(context_id)
+        assert gradients_of(there, context_id) == before
+
+
+def gradients_of(there: There, context_id: int) -> list[Any]:
+    return [rpc.rpc_sync(rref.owner(), gradient_there, args=(context_id, rref)) for rref in there.params]
+
+
+def gradient_there(context_id: int, rref: RRef[Any]) -> list[float]:
+    return autograd.get_gradients(context_id)[rref.local_value()].flatten().tolist()
 
 
 def test_clipping_what_is_not_finite():

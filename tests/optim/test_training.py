@@ -18,10 +18,12 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 import telegrad
-from telegrad import autograd, rpc
+from telegrad import autograd, errors, rpc
 from telegrad.nn import RemoteModule, RemoteParameter
 from telegrad.nn.utils import clip_grad_norm_, clip_grad_value_
 from telegrad.optim import DistributedOptimizer, GradScaler, OptimizerError
+from telegrad.optim.owner import settle
+from telegrad.primitives import clock, current
 from telegrad.primitives.current import current_worker
 from telegrad.rpc import RRef
 
@@ -140,6 +142,12 @@ def test_ten_steps(cls, options):
         return loss.detach()
 
     train(here, there, step)
+    for n in range(10, 13):  # a step leaves `.grad` as it is: gradients are added to it
+        for model in (here, there):
+            loss_of(model, n).backward()
+            optimizers[model].step()
+    assert_same_gradients(here, there)
+    assert_same(here, there)
     assert_states_are_equal(optimizers[here].state_dict(), optimizers[there].state_dict())
 
 
@@ -374,6 +382,169 @@ def test_a_step_by_another_worker_than_the_root():
 
 def make_optimizer(params: list[Any]) -> DistributedOptimizer:
     return DistributedOptimizer(optim.SGD, params, lr=0.1)
+
+
+def hold_ends() -> None:
+    """From now on this worker does not hear of the ends of passes."""
+    held: list[Any] = []
+    parts: Any = current_worker().engine.parts
+    parts.held, parts.on_end = held, lambda *args: held.append(args)
+
+
+def release_ends() -> None:
+    parts: Any = current_worker().engine.parts
+    del parts.on_end
+    for args in parts.held:
+        parts.on_end(*args)
+    del parts.held
+
+
+def step_of(optimizer: RRef[Any]) -> None:
+    optimizer.local_value().step()
+
+
+@pytest.mark.parametrize("by", ["driver", "c"])
+def test_a_step_that_did_not_hear_of_the_end_of_a_pass_is_not_made(by):
+    here, there = pair()
+    mine = optim.SGD(here.layers[0].parameters(), lr=0.1)
+    optimizer = rpc.remote(by, make_optimizer, args=([*there.layers[0].parameters()],))
+    loss_of(here, 0).backward()
+    rpc.rpc_sync("a", hold_ends)
+    try:
+        loss_of(there, 0).backward()
+        with pytest.raises((errors.CallTimeoutError, OptimizerError)):
+            rpc.rpc_sync(by, step_of, args=(optimizer,), timeout=0.5)
+        with pytest.raises(
+            errors.CallTimeoutError, match="end of a backward pass of worker 'driver'.*nothing was done"
+        ):
+            rpc.rpc_sync("a", settle_here)
+        assert_same(here, there)
+    finally:
+        rpc.rpc_sync("a", release_ends)
+    rpc.rpc_sync(by, step_of, args=(optimizer,))
+    mine.step()
+    assert_same(here, there)
+
+
+def settle_here() -> None:
+    """Waits as a step does; the deadline is far enough that the answer still comes."""
+    served = current.serving.get()
+    token = current.serving.set(current.Serving(served.caller, served.message_id, clock.now() + 0.5, served.depth))
+    try:
+        settle()
+    finally:
+        current.serving.reset(token)
+
+
+def test_passes_that_still_run_elsewhere_are_not_awaited():
+    """Not those of other trainers over the same module, nor those of other threads."""
+    here, there = pair()
+    module = there.layers[0]
+    optimizer = DistributedOptimizer(optim.SGD, there.parameters(), lr=0.1)
+    weight = next(module.parameters())
+    for trainer in ("c", "driver"):
+        entered, release = RRef(threading.Event()), RRef(threading.Event())
+        running = rpc.rpc_async(trainer, train_slowly, args=(module, entered, release))
+        assert entered.local_value().wait(PATIENCE)
+        assert weight.grad is None
+        optimizer.step()
+        assert clip_grad_norm_(there.parameters(), 1.0) == 0.0
+        optimizer.zero_grad()
+        module.zero_grad()
+        assert_same(here, there)
+        release.local_value().set()
+        running.wait()
+        assert weight.grad is not None
+        optimizer.zero_grad()
+
+
+def train_slowly(module: RemoteModule, entered: RRef[Any], release: RRef[Any]) -> None:
+    x = torch.ones(1, 2, WIDTH, dtype=torch.float64, requires_grad=True)
+
+    def wait(_: torch.Tensor) -> None:
+        entered.rpc_sync().set()
+        release.rpc_sync(timeout=0).wait(PATIENCE)
+
+    x.register_hook(wait)
+    module(x).sum().backward()
+
+
+def test_in_a_hook_of_the_pass():
+    """Gradients on other workers are not there yet; those of this one are."""
+    here, there = pair()
+    optimizer = DistributedOptimizer(optim.SGD, there.parameters(), lr=0.1)
+    weight = next(there.layers[0].parameters())
+    loss_of(there, 0).backward()
+    loss_of(here, 0).backward()
+    gradient, errors_seen = weight.grad, []
+    refused: list[Callable[[], Any]] = [
+        lambda: weight.grad,
+        lambda: setattr(weight, "grad", None),
+        gradient.to_here,
+        gradient.zero_,
+        optimizer.step,
+        optimizer.zero_grad,
+        there.layers[1].zero_grad,
+        lambda: clip_grad_norm_(there.parameters(), 1.0),
+        lambda: clip_grad_value_(there.parameters(), 1.0),
+        lambda: GradScaler("cpu")._unscale_grads_(optimizer, torch.ones(()), torch.zeros(()), False),
+    ]
+
+    def hook(_: torch.Tensor) -> None:
+        for act in refused:
+            with pytest.raises(errors.GradientError, match="still runs: gradients on other workers, here .*'.'"):
+                act()
+            errors_seen.append(act)
+
+    own = {model: model.head.weight for model in (here, there)}
+    stepping = {here: optim.SGD([own[here]], lr=0.1), there: DistributedOptimizer(optim.SGD, [own[there]], lr=0.1)}
+    hooks = [
+        own[model].register_post_accumulate_grad_hook(lambda _, model=model: stepping[model].step())
+        for model in (here, there)
+    ]
+    hooks.append(there.embedding.weight.register_post_accumulate_grad_hook(hook))
+    loss_of(there, 1).backward()
+    loss_of(here, 1).backward()
+    for handle in hooks:  # the collector does not look into them
+        handle.remove()
+    assert errors_seen == refused
+    assert_same_gradients(here, there)
+    assert_same(here, there)
+    x = torch.ones(1, 2, WIDTH, dtype=torch.float64, requires_grad=True)
+    x.register_hook(lambda _: errors_seen.append(weight.grad.to_here()))
+    torch.autograd.grad(there.layers[0](x).sum(), [x])  # which changes no `.grad`
+    assert torch.equal(errors_seen[-1], next(here.layers[0].parameters()).grad)
+
+
+def test_gradients_in_the_other_place():
+    here, there = pair()
+    optimizer = DistributedOptimizer(optim.SGD, there.parameters(), lr=0.1)
+    acts: list[Callable[..., Any]] = [
+        optimizer.step,
+        lambda *c: (
+            telegrad.optim.clip_grad_norm_(*c, there.parameters(), 1.0)
+            if c
+            else clip_grad_norm_(there.parameters(), 1.0)
+        ),
+    ]
+    with autograd.context() as context_id:
+        for act in acts:  # none anywhere
+            act()
+            act(context_id)
+        autograd.backward(context_id, [loss_of(there, 0)])
+        for act in (*acts, lambda: clip_grad_value_(there.parameters(), 1.0)):
+            with pytest.raises(errors.GradientError, match=rf"in context {context_id} some have one: give its id"):
+                act()
+        assert_same(here, there)
+        assert acts[1](context_id) > 0.0
+    loss_of(there, 0).backward()
+    with autograd.context() as context_id:
+        for act in acts:
+            with pytest.raises(errors.GradientError, match="leave out the context's id, or call zero_grad"):
+                act(context_id)
+        assert_same(here, there)
+        assert acts[1]() > 0.0
+        optimizer.step()  # without its id, also inside
 
 
 def test_clipping_what_has_no_gradients():

@@ -121,10 +121,6 @@ class Engine:
                 with context.lock:
                     context.gradients.replace(leaf, changed)
 
-    def settle(self) -> None:
-        """Waits until `.grad` has what passes have brought that are over for their roots."""
-        self.parts.settle(self.plain)
-
     def statistics(self) -> dict[str, int]:
         contexts = self._contexts.all()
         plain = self._contexts.plain

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from ..errors import NotStartedError, PeerLostError, TooLargeError, UnknownContextError, text_of
+from ..errors import CallTimeoutError, NotStartedError, PeerLostError, TooLargeError, UnknownContextError, text_of
 from ..events import logger
 from ..messages import COUNTER_BITS, Begin, Done, Envelope, Kind, Member, sender_of, shortened
 from ..primitives import clock, current
 from .backward_pass import Commit, Discard, Interrupt, Late, Part, PartInstruction, Report, Start, State, Wake
 from .contexts import Context, Contexts
-from .diagnosis import PartState
+from .diagnosis import PartState, state_here
 from .engine_call import EngineCall
 from .host import Host, Task, tell
 from .leaves import GradientTable
@@ -33,6 +33,7 @@ from .torch_modes import applied, restore_defaults
 _TOMBSTONES = 10_000
 _EARLY = 60.0  # seconds that gradients wait for the begin of their pass
 _GRACE = 5.0  # seconds that a participant waits longer than its root
+_ASKING = 5.0  # seconds for which a root is asked for the state of a pass, before it is asked again
 
 
 class Parts:
@@ -338,16 +339,56 @@ class Parts:
 
     # -- questions -------------------------------------------------------------------------------------
 
-    def settle(self, context: Context) -> None:
-        """Waits for the root's last word on passes that are done here: it is on its way."""
-        for local in self.of_context(context.id):
+    def settle(self, context: Context | None) -> None:
+        """Waits for the last word on passes that are over for their roots: it is on its way. These are passes of a
+        context; or (None) those that put gradients into `.grad` here.
+
+        Raises:
+            CallTimeoutError: it did not come before the deadline of the call that is served.
+        """
+        for local in self.all():
+            if context is None:
+                begin = local.begin
+                concerns = begin is not None and begin.into_grad and begin.wanted is None
+            else:
+                concerns = local.context is context
+            if not concerns:
+                continue
             # Not in a hook of that very pass, whose root waits for this worker.
             if local.part.state is State.REPORTED and local.pass_id != current.current_pass_id():
-                serving = current.current_serving()
-                deadline = serving.deadline if serving else local.deadline
-                self._host.wait(local.settled, sender_of(local.pass_id), deadline, None)
+                self._await_end(local)
             if local.part.state is State.FINISHED:
                 self._commit(local)
+
+    def _await_end(self, local: LocalPass) -> None:
+        """Waits for the last word on a pass, unless it still runs at its root: no order is promised then, and the root
+        may wait for the code that asks."""
+        serving, root_id, context = current.current_serving(), sender_of(local.pass_id), local.context
+        deadline = serving.deadline if serving else local.deadline
+        assert context is not None
+        while not local.settled.done:
+            left = _ASKING if deadline is None else min(_ASKING, deadline - clock.now())
+            if left <= 0:
+                break
+            if root_id == self._id:
+                state = self.state_of(context.id, local.pass_id)
+            else:
+                answers, failed = self._host.ask((root_id,), state_here, (context.id, local.pass_id), left)
+                if isinstance(failed.get(root_id), CallTimeoutError):
+                    continue
+                if failed:  # it is gone, or leaves: this worker will hear of it
+                    return
+                state = answers[root_id]
+            if state is not None and not (state.is_over or state.has_failed):
+                return
+            self._host.wait(local.settled, root_id, deadline, None)
+            break
+        if not local.settled.done:
+            raise CallTimeoutError(
+                f"timed out on worker {self._name!r} waiting for the end of a backward pass of worker "
+                f"{self._host.name_of(root_id)!r}, whose gradients belong here; nothing was done. Raise the call's "
+                "timeout"
+            )
 
     def state_of(self, context_id: int, pass_id: int) -> PartState | None:
         """Says how far a pass is here, or was when it failed; None if nothing is known of it."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import tree_leaves, tree_map
+from ..optim.owner import settle
 from ..optim.remote_tensor import Key, Row, to_rows
 from ..rref import RRef, value_here
 
@@ -67,6 +68,11 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 def run(id: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     getattr(value_here(id), method)(*args, **kwargs)
+
+
+def zero_grad(id: int, set_to_none: bool) -> None:
+    settle()
+    value_here(id).zero_grad(set_to_none)
 
 
 def members(id: int, which: str, known: list[Key]) -> list[Row]:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import rpc
 from .._torch import parse_to
 from ..gradients.plain import untracked
-from ..optim.remote_tensor import RemoteBuffer, RemoteParameter, RemoteTensor, from_rows
+from ..optim.remote_tensor import RemoteBuffer, RemoteParameter, RemoteTensor, check_no_pass, from_rows
 from ..primitives.current import current_worker
 from ..rref import RRef
 from ..serialization.handles import Handle
@@ -294,7 +294,8 @@ class RemoteModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears `.grad` of its parameters, with one message. Gradients of contexts are not there."""
-        self._there("zero_grad", set_to_none)
+        check_no_pass("zero_grad()", (self.module_rref.entry.owner,))
+        self._call(remote.zero_grad, set_to_none)
 
     # -- hooks there; nn.Module's own register_*_hook() make hooks of this object, which run here --------
 

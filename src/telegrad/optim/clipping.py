@@ -14,7 +14,8 @@ import torch
 from ..primitives.current import current_worker
 from ..rref import RRef
 from . import owner as remote
-from .owners import Owner, groups_of, handles_of, on_owners, owners_of
+from .owners import Owner, check_place, groups_of, handles_of, on_owners, owners_of
+from .remote_tensor import check_no_pass
 
 __all__ = ["clip_grad_norm_"]
 
@@ -36,6 +37,7 @@ def clip_grad_norm_(
 
     Raises:
         UnknownContextError: there is no such context here.
+        GradientError: there are no gradients in the context, but in `.grad`.
         RuntimeError: the norm is infinite or no number, with `error_if_nonfinite`. Nothing was scaled.
         OptimizerError: it failed on some owners, which it names. Those in `done` have scaled theirs.
     """
@@ -57,14 +59,17 @@ def clip_norm(
 ) -> torch.Tensor:
     """Does the same; without a context for the gradients in `.grad`."""
     handles, owners = _spread(params)
+    if context_id is None:
+        check_no_pass("clipping", [owner.id for owner in owners])
 
     def arguments(owner: Owner, number: Any) -> tuple[Any, ...]:
         return context_id, [handles[place] for place in owner.places], number
 
     parts = on_owners("the norm", owners, remote.norms, lambda owner: arguments(owner, float(norm_type)))
+    check_place([where for _, where in parts], context_id)
     by_place = {
         place: norm.cpu()  # a device map may take what comes from a CPU to a GPU
-        for owner, norms in zip(owners, parts, strict=True)
+        for owner, (norms, _) in zip(owners, parts, strict=True)
         for place, norm in zip(owner.places, norms, strict=True)
         if norm is not None
     }
@@ -87,9 +92,11 @@ def clip_norm(
 def clip_value(params: Param | Iterable[Param], limit: float) -> None:
     """Takes every element of the gradients in `.grad` into the range from -limit to limit."""
     handles, owners = _spread(params)
-    on_owners(
+    check_no_pass("clipping", [owner.id for owner in owners])
+    found = on_owners(
         "clipping", owners, remote.clamp, lambda owner: ([handles[place] for place in owner.places], float(limit))
     )
+    check_place(found, None)
 
 
 def _spread(params: Param | Iterable[Param]) -> tuple[list[RRef[Any]], list[Owner]]:

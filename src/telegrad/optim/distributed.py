@@ -26,7 +26,8 @@ from ..primitives.current import current_worker
 from ..rref import RRef
 from . import owner as remote
 from .owner import NO_OPTIONS, News, Options
-from .owners import Owner, groups_of, handles_of, on_owners, owners_of
+from .owners import Owner, check_place, groups_of, handles_of, on_owners, owners_of
+from .remote_tensor import check_no_pass
 
 __all__ = ["DistributedOptimizer", "OptimizerError"]
 
@@ -95,6 +96,8 @@ class DistributedOptimizer(Optimizer):
 
         Raises:
             UnknownContextError: there is no such context here. Nothing was done.
+            GradientError: there are no gradients in the place that was chosen, but in the other one: in `.grad` or in
+                the context. Or a backward pass still runs, in a hook of which this is. Nothing was done.
             OptimizerError: it failed on some owners, which it names. Those in `done` have stepped.
         """
         if callable(context_id):
@@ -107,15 +110,19 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._call(remote.step, lambda _: (context_id,))
+        if context_id is None:
+            self._check_no_pass("step()")
+        check_place(self._call(remote.step, lambda _: (context_id,)), context_id)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears `.grad` of every parameter on its owner. Gradients of contexts are not there."""
+        self._check_no_pass("zero_grad()")
         self._call(remote.zero_grad, lambda _: (set_to_none,))
 
     def unscale(self, factor: torch.Tensor, allow_fp16: bool) -> bool:
         """Multiplies `.grad` of every parameter on its owner. Returns whether all are finite. For GradScaler."""
+        self._check_no_pass("unscaling")
         return all(self._call(remote.unscale, lambda _: (factor, allow_fp16)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,6 +194,9 @@ class DistributedOptimizer(Optimizer):
         raise TypeError(
             "a DistributedOptimizer cannot be sent or copied; send the RRefs, and make one where it is needed"
         )
+
+    def _check_no_pass(self, what: str) -> None:
+        check_no_pass(what, [owner.id for owner in self._owners])
 
     def _call(self, function: Any, arguments: Callable[[Owner], tuple[Any, ...]]) -> list[Any]:
         """Calls a function on each owner, for its _LocalOptimizer, with the options that have changed."""

@@ -28,6 +28,7 @@ from ..rref import RRef, value_here
 Options = dict[str, Any]  # of a parameter group, without its parameters
 News = list[tuple[int, str, Any]]  # options that the caller has changed: group of the owner, name, value
 NO_OPTIONS = ("params", "param_names")
+NOWHERE, HERE, ELSEWHERE = range(3)  # see _where
 _SAME_TOGETHER = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # to the last bit, one by one or not
 
 # One for each worker: its optimizers step one at a time, since those of several trainers have the same parameters.
@@ -117,14 +118,6 @@ class LocalOptimizer:
         for group in self.optimizer.param_groups:
             group["params"] = [new if twin is old else twin for twin in group["params"]]
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        with adding.touching_grad:
-            for param in self._params:
-                if param.grad is None or set_to_none:
-                    param.grad = None
-                else:
-                    param.grad = torch.zeros_like(param.grad)
-
 
 @contextlib.contextmanager
 def _alone(id: int, version: int, news: News | None) -> Iterator[LocalOptimizer]:
@@ -161,6 +154,8 @@ def _parameter(rref: RRef[Any]) -> torch.Tensor:
     value = rref.local_value()
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{rref} refers to a {type(value).__name__}; an optimizer needs a tensor")
+    if nn.parameter.is_lazy(value):
+        raise ValueError("a lazy parameter has no values before the first forward: call its module once before this")
     if not (value.is_leaf or value.retains_grad):
         raise ValueError("can't optimize a non-leaf Tensor")
     return value
@@ -186,9 +181,14 @@ def _addresses_of(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def _is_open(group: Options) -> bool:
-    """Whether it is left to torch how a step is made."""
+    """Whether it is left to torch how a step is made, and taking parameters together gives the same: not with options
+    that are tensors, which it refuses, nor with Nesterov's momentum, which it adds to the gradients themselves."""
     return group["foreach"] is None and not (
-        group.get("fused") or group.get("differentiable") or group.get("capturable")
+        group.get("fused")
+        or group.get("differentiable")
+        or group.get("capturable")
+        or group.get("nesterov")
+        or any(isinstance(option, torch.Tensor) for option in (group["lr"], *group.get("betas", ())))
     )
 
 
@@ -199,7 +199,8 @@ def create(
     return RRef(local), local.optimizer.defaults, local.options()
 
 
-def step(id: int, version: int, news: News | None, context_id: int | None) -> None:
+def step(id: int, version: int, news: News | None, context_id: int | None) -> int:
+    """Returns where gradients were: see _where."""
     params = value_here(id).params
     gradients: list[torch.Tensor | None] = []
     if context_id is None:
@@ -209,7 +210,12 @@ def step(id: int, version: int, news: News | None, context_id: int | None) -> No
     with _alone(id, version, news) as local:
         if context_id is None:
             gradients = grads(params)
+        elif any(
+            group.get("nesterov") for group in local.optimizer.param_groups
+        ):  # which may be added to them in place
+            gradients = [None if gradient is None else gradient.clone() for gradient in gradients]
         local.step(gradients)
+    return _where(gradients, context_id, params)
 
 
 @torch.no_grad()
@@ -229,7 +235,7 @@ def unscale(id: int, version: int, news: News | None, factor: torch.Tensor, allo
 def zero_grad(id: int, version: int, news: News | None, set_to_none: bool) -> None:
     settle()
     with _alone(id, version, news) as local:
-        local.zero_grad(set_to_none)
+        clear(local.params, set_to_none)
 
 
 def state_dict(id: int, version: int, news: News | None) -> tuple[dict[Any, Any], list[Options]]:
@@ -249,10 +255,11 @@ def load_state_dict(id: int, version: int, news: News | None, state: dict[Any, A
 
 
 def settle() -> None:
-    """Waits for the last word on plain passes that are done here: it may come later than a call of a third worker."""
-    worker = current_worker()
-    if worker.engine.parts.passes:
-        worker.engine.parts.settle(worker.contexts.plain)
+    """Waits for the last word on passes whose gradients go to `.grad` here: it may come later than a call of a third
+    worker."""
+    parts = current_worker().engine.parts
+    if parts.passes:
+        parts.settle(None)
 
 
 def _in_context(context_id: int, params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -275,13 +282,35 @@ def grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
         return [param.grad for param in params]
 
 
-def _gradients(context_id: int | None, rrefs: Iterable[RRef[Any]]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+def clear(params: Iterable[torch.Tensor], set_to_none: bool) -> None:
+    """Takes the gradients off, or replaces them by zeros."""
+    with adding.touching_grad:
+        for param in params:
+            param.grad = None if param.grad is None or set_to_none else torch.zeros_like(param.grad)
+
+
+def _where(gradients: Iterable[torch.Tensor | None], context_id: int | None, params: Sequence[torch.Tensor]) -> int:
+    """Says where gradients are: in the place that was taken; else in the other one, `.grad` or the context that the
+    caller is in; or nowhere."""
+    if any(gradient is not None for gradient in gradients):
+        return HERE
+    if context_id is not None:
+        others = grads(params)
+    else:
+        worker, open_id = current_worker(), current.current_context_id()
+        others = worker.engine.gradients_of(open_id, params) if worker.contexts.find(open_id) is not None else []
+    return ELSEWHERE if any(gradient is not None for gradient in others) else NOWHERE
+
+
+def _gradients(
+    context_id: int | None, rrefs: Iterable[RRef[Any]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """Returns the parameters, and their gradients in a context or in `.grad`."""
     params = [_parameter(rref) for rref in rrefs]
     if context_id is None:
         settle()
-        return [*zip(params, grads(params), strict=True)]
-    return [*zip(params, _in_context(context_id, params), strict=True)]
+        return params, grads(params)
+    return params, _in_context(context_id, params)
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
@@ -290,18 +319,20 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def norms(context_id: int | None, rrefs: list[RRef[Any]], norm_type: float) -> list[torch.Tensor | None]:
+def norms(context_id: int | None, rrefs: list[RRef[Any]], norm_type: float) -> tuple[list[torch.Tensor | None], int]:
+    """Returns also where gradients were."""
     norms: list[torch.Tensor | None] = []
-    for _, gradient in _gradients(context_id, rrefs):
+    params, gradients = _gradients(context_id, rrefs)
+    for gradient in gradients:
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.coalesce().values()
         norms.append(None if gradient is None else torch.linalg.vector_norm(gradient, norm_type).cpu())
-    return norms
+    return norms, _where(gradients, context_id, params)
 
 
 @torch.no_grad()
 def scale(context_id: int | None, rrefs: list[RRef[Any]], factor: torch.Tensor) -> None:
-    for param, gradient in _gradients(context_id, rrefs):
+    for param, gradient in zip(*_gradients(context_id, rrefs), strict=True):
         if gradient is None:
             continue
         if context_id is None:
@@ -311,7 +342,10 @@ def scale(context_id: int | None, rrefs: list[RRef[Any]], factor: torch.Tensor) 
 
 
 @torch.no_grad()
-def clamp(rrefs: list[RRef[Any]], limit: float) -> None:
-    for _, gradient in _gradients(None, rrefs):
+def clamp(rrefs: list[RRef[Any]], limit: float) -> int:
+    """Returns where gradients were."""
+    params, gradients = _gradients(None, rrefs)
+    for gradient in gradients:
         if gradient is not None:
             gradient.clamp_(-limit, limit)
+    return _where(gradients, None, params)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import rpc
-from ..errors import OptimizerError, TelegradError
+from ..errors import GradientError, OptimizerError, TelegradError
+from ..primitives import current
 from ..rref import RRef
+from .owner import ELSEWHERE, HERE
 from .remote_tensor import RemoteTensor
 
 
@@ -108,3 +110,26 @@ def on_owners(
         done = [owner.name for owner in owners if owner.name not in errors]
         raise OptimizerError(what, errors, done) from next(iter(errors.values()))
     return found
+
+
+def check_place(found: Collection[int], context_id: int | None) -> None:
+    """
+    Args:
+        found: where the owners had gradients.
+        context_id: of the context whose gradients were taken; None: those in `.grad`.
+
+    Raises:
+        GradientError: they had none in that place, but in the other one.
+    """
+    if ELSEWHERE not in found or HERE in found:
+        return
+    if context_id is None:
+        open_id = current.current_context_id()
+        raise GradientError(
+            f"no parameter has a gradient in `.grad`, and nothing was changed; in context {open_id} some have one: "
+            "give its id, as in step(context_id) and telegrad.optim.clip_grad_norm_(context_id, ...)"
+        )
+    raise GradientError(
+        f"no parameter has a gradient in context {context_id}, and nothing was changed; in `.grad`, where "
+        "loss.backward() puts them, some have one: leave out the context's id, or call zero_grad() if they are old"
+    )

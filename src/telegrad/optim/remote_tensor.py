@@ -22,12 +22,13 @@ from torch import nn
 
 from .. import rpc
 from .._torch import DisableTorchFunctionSubclass
-from ..gradients import adding
+from ..errors import GradientError
 from ..gradients.plain import untracked
+from ..primitives import current
 from ..primitives.current import current_worker
 from ..rref import RRef, value_here
 from ..serialization.handles import Handle
-from .owner import grads, settle
+from .owner import clear, grads, settle
 
 __all__ = ["RemoteBuffer", "RemoteGradient", "RemoteParameter", "RemoteTensor"]
 
@@ -70,7 +71,13 @@ class RemoteTensor(torch.Tensor):
             if name == "grad" and method == "__get__":
                 return tensor._gradient()
             if name == "grad" and args[1] is None:
-                return rpc.rpc_sync(tensor.rref.entry.owner, _clear_gradient, (tensor.rref.entry.id,))
+                return tensor._clear_gradient(True)
+        elif isinstance(tensor, RemoteGradient):  # Module.zero_grad(set_to_none=False) asks for these
+            if name == "zero_":
+                tensor._clear_gradient(False)
+                return tensor
+            if name == "requires_grad_" and args[1:] == (False,):
+                return tensor
         raise _refusal(name, args)
 
     def to_here(self) -> torch.Tensor:
@@ -82,7 +89,12 @@ class RemoteTensor(torch.Tensor):
         with DisableTorchFunctionSubclass():
             torch.Tensor.requires_grad_(self, requires_grad)
 
+    def _clear_gradient(self, set_to_none: bool) -> None:
+        check_no_pass("clearing a gradient", (self.rref.entry.owner,))
+        rpc.rpc_sync(self.rref.entry.owner, _clear_gradient, (self.rref.entry.id, set_to_none))
+
     def _gradient(self) -> RemoteGradient | None:
+        check_no_pass("`.grad`", (self.rref.entry.owner,))
         found = rpc.rpc_sync(self.rref.entry.owner, _describe_gradient, (self.rref.entry.id,))
         if found is None:
             return None
@@ -97,6 +109,9 @@ class RemoteTensor(torch.Tensor):
 
     def __format__(self, spec: str) -> str:
         return format(str(self), spec)
+
+    def as_subclass(self, cls: Any) -> Any:  # torch does not ask __torch_function__
+        raise _refusal("as_subclass", (self,))
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise _refusal("copy.deepcopy", (self,))
@@ -131,11 +146,36 @@ class RemoteGradient(RemoteTensor):
 
     def to_here(self) -> torch.Tensor:
         """Fetches a copy."""
+        check_no_pass("`.grad`", (self.rref.entry.owner,))
         with untracked():
             found = rpc.rpc_sync(self.rref.entry.owner, _gradient_of, (self.rref.entry.id,))
         if found is None:
             raise RuntimeError(f"the parameter on worker {self.on!r} has no gradient any more")
         return found  # type: ignore[no-any-return]
+
+
+def check_no_pass(what: str, owners: Iterable[int]) -> None:
+    """
+    Raises:
+        GradientError: this is in a hook of a pass that puts gradients into `.grad`. On other workers they are there
+            when it has ended, and it waits for the hook.
+    """
+    pass_id = current.current_pass_id()
+    if not pass_id:
+        return
+    worker = current_worker()
+    local = worker.engine.parts.passes.get(pass_id)
+    begin = None if local is None else local.begin
+    if begin is None:  # this was called from a hook on another worker
+        adds = not current.current_context_id()
+    else:
+        adds = begin.into_grad and begin.wanted is None
+    others = sorted({worker.look_up_name(owner) for owner in owners if owner != worker.id}) if adds else []
+    if others:
+        raise GradientError(
+            f"{what} in a hook of a backward pass that still runs: gradients on other workers, here {others}, are in "
+            "`.grad` when backward() has returned. Do this after backward()"
+        )
 
 
 def _refusal(name: str, args: Any) -> RuntimeError:
@@ -234,8 +274,7 @@ def _gradient_of(id: int) -> torch.Tensor | None:
     return None if gradient is None else gradient.detach()
 
 
-def _clear_gradient(id: int) -> None:
+def _clear_gradient(id: int, set_to_none: bool) -> None:
     tensor = value_here(id)
     settle()
-    with adding.touching_grad:
-        tensor.grad = None
+    clear((tensor,), set_to_none)
