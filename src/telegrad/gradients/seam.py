@@ -62,13 +62,14 @@ class PlainEngine(ImperativeEngine):
             for engine in _engines:
                 if engine.plain.received:
                     return self._run(tensors, grad_tensors, *args)
-            return self._run_below(tensors, grad_tensors, *args)
+            run = self._run_below if current_graph_task_id() >= 0 else self.below.run_backward
+            return run(tensors, grad_tensors, *args)
         finally:
             if adding.engine_calls:  # else this is a fork, made in a hook
                 adding.engine_calls.pop()
 
     def _run_below(self, *args: Any) -> Any:
-        if current_graph_task_id() >= 0 and (call := nodes.running()) is not None and call.is_beside_devices():
+        if (call := nodes.running()) is not None and call.is_beside_devices():
             return devices.on_own_thread(partial(self.below.run_backward, *args))
         return self.below.run_backward(*args)
 
