@@ -196,6 +196,8 @@ def run_locally(
                 outcome.error = error
                 break
             outcome.messages += graph.messages()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # no stream waits for leaves inside of reentrant checkpoints
             if plain:
                 for other in wire.places:
                     outcome.fields |= {

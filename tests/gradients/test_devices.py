@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import telegrad
 from telegrad import autograd, rpc
-from telegrad.gradients import devices
+from telegrad.gradients import devices, waits
 from telegrad.gradients.devices import Mix, mix_of
 from telegrad.gradients.nodes import AccumulateGrad
 
@@ -67,9 +67,12 @@ def slow_double(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def test_a_pass_on_the_cpu_beside_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process that has touched CUDA, a pass whose tensors are all on the CPU waits plainly."""
+@pytest.mark.parametrize("limits", [waits._LIMITS, (0.002, 0.001)], ids=["in time", "late"])
+def test_a_pass_on_the_cpu_beside_cuda(monkeypatch: pytest.MonkeyPatch, limits: tuple[float, ...]) -> None:
+    """In a process that has touched CUDA, a pass whose tensors are all on the CPU waits plainly; if need be for longer
+    than the Waits in front do."""
     pumped = []
+    monkeypatch.setattr(waits, "_LIMITS", limits)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(devices, "pump", lambda: pumped.append(None))
     with telegrad.LocalCluster(["a"], transport="inproc"):

@@ -129,10 +129,10 @@ class EngineCall:
         if waits:
             with DisableTorchFunctionSubclass():
                 if torch.is_grad_enabled():
-                    token = make_waits(waits, inner, leaves)
+                    token = make_waits(waits, inner, leaves, has_devices=self.has_devices)
                 else:
                     with torch.enable_grad():
-                        token = make_waits(waits, inner, leaves)
+                        token = make_waits(waits, inner, leaves, has_devices=self.has_devices)
             starts.append(token)
             gradients.append(_ONE)
         return leaves
@@ -238,14 +238,15 @@ class EngineCall:
 
     # -- called by the nodes, inside of the engine -----------------------------------------------------
 
-    def wait_for(self, messages: list[int]) -> None:
-        """Waits until the gradients of these messages are here.
+    def wait_for(self, messages: list[int], limit: float | None) -> None:
+        """Waits until the gradients of these messages are here; with a limit, so many seconds at most.
 
         Raises:
             InterruptedPassError: the pass is over.
             LatePassError: its time is.
         """
         local = self._local
+        limit_at = None if limit is None else clock.now() + limit
         for message in messages:
             if message in local.part.arrived:
                 continue
@@ -262,15 +263,20 @@ class EngineCall:
                 self._waits = True
                 try:
                     while True:
+                        until = local.wait_until()
+                        if limit_at is not None:
+                            until = limit_at if until is None else min(until, limit_at)
                         if self.has_devices:
-                            self._wait_beside_devices(waiter, local.messages[message].to, local.wait_until())
+                            self._wait_beside_devices(waiter, local.messages[message].to, until)
                         else:
-                            self._host.wait(waiter, local.messages[message].to, local.wait_until(), local.turn)
-                        if waiter.done or not local.goes_on():
+                            self._host.wait(waiter, local.messages[message].to, until, local.turn)
+                        if waiter.done or (limit_at is not None and clock.now() >= limit_at) or not local.goes_on():
                             break
                 finally:
                     self._waits = False
             if local.interrupted or message not in local.part.arrived:
+                if limit_at is not None and clock.now() >= limit_at and not local.interrupted:
+                    return
                 self._check(message)
         if local.interrupted:
             self._check(messages[0])

@@ -194,7 +194,7 @@ class Wait(torch.autograd.Function):
         call = _running.get(current_graph_task_id()) or running()
         if call is None:
             raise GradientError(f"the Wait for message {ctx.messages[0]} was run outside of a backward pass")
-        call.wait_for(ctx.messages)
+        call.wait_for(ctx.messages, ctx.limit)
         return None, None, *map(call.take, ctx.leaves), *(gradient,) * ctx.rest
 
 
@@ -209,7 +209,9 @@ for _kind in (Send, Recv, Wait):
 _recv_node: Any = Recv._backward_cls
 _recv_node.__name__ = "torch::distributed::autograd::RecvRpcBackward"
 _recv_node.came_from = None
-Wait._backward_cls.__name__ = "torch::distributed::autograd::SendRpcBackward"
+_wait_node: Any = Wait._backward_cls
+_wait_node.__name__ = "torch::distributed::autograd::SendRpcBackward"
+_wait_node.limit = None  # seconds that it waits at most; None: until the pass is over
 
 
 def _is_of_same_message(one: Any, other: Any) -> bool:

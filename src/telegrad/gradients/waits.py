@@ -1,4 +1,10 @@
-"""The chain of Waits in front of the tensors that a worker has sent. Its order is what keeps passes from deadlock."""
+"""The chain of Waits in front of the tensors that a worker has sent. Its order is what keeps passes from deadlock.
+
+# Note [errors on the threads of devices]
+An error on a device's thread ends an engine call once the thread that makes the call is done with the node that it
+runs; and that may be a Wait, for gradients that now never come. So beside devices each Wait has others in front of it,
+which wait for the same, but no longer than their limit: between two of them torch looks.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +16,12 @@ from . import nodes
 from .contexts import Sent
 from .local_graph import Node
 
+_LIMITS = (30.0, 3.0, 0.3, 0.03)  # seconds; the last one waits first
 
-def make_waits(waits: dict[int, list[Sent]], inner: set[int], leaves: dict[Node, None]) -> torch.Tensor:
+
+def make_waits(
+    waits: dict[int, list[Sent]], inner: set[int], leaves: dict[Node, None], *, has_devices: bool
+) -> torch.Tensor:
     """Chains the Waits for these messages; returns the token of the one that the engine comes to first.
 
     Nothing is behind a leaf, so no other gradient depends on when it is waited for: messages with nothing but small
@@ -28,7 +38,7 @@ def make_waits(waits: dict[int, list[Sent]], inner: set[int], leaves: dict[Node,
                 ids.append(sent.id)
                 inputs.append(sent.stand_in)
     if messages:
-        token = _make_wait(messages, ids, inputs, leaves)
+        token = _make_wait(messages, ids, inputs, leaves, has_devices)
     for message in wait_order(inner) if inner else ():
         ids, inputs, tokens = [], [], []
         for sent in waits[message]:
@@ -39,19 +49,23 @@ def make_waits(waits: dict[int, list[Sent]], inner: set[int], leaves: dict[Node,
                 tokens.append(sent.stand_in)
         if token is not None:
             tokens.append(token)
-        token = _make_wait([message], ids, inputs + tokens, leaves)
+        token = _make_wait([message], ids, inputs + tokens, leaves, has_devices)
     assert token is not None
     return token
 
 
 def _make_wait(
-    messages: list[int], ids: list[int], inputs: list[torch.Tensor], leaves: dict[Node, None]
+    messages: list[int], ids: list[int], inputs: list[torch.Tensor], leaves: dict[Node, None], has_devices: bool
 ) -> torch.Tensor:
     token = nodes.make_wait(messages, ids, inputs)
     if ids:
         for node, _ in token.grad_fn.next_functions[: len(ids)]:  # type: ignore[union-attr]
             if node is not None:
                 leaves[node] = None
+    if has_devices:
+        for limit in _LIMITS:
+            token = nodes.make_wait(messages, [], [token])
+            token.grad_fn.limit = limit  # type: ignore[union-attr]
     return token
 
 
