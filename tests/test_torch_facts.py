@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ast
 import gc
-import importlib
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -141,6 +141,13 @@ def test_what_is_stashed_is_seen_by_nodes_of_the_engine_call_and_of_those_inside
     thread.join()
     run(look)
     assert seen == [True, True, False]
+
+
+@fact_of("COMPILED_AUTOGRAD")
+def test_compiled_autograd_is_a_module_that_torch_does_not_import_by_itself() -> None:
+    look = f"import sys, torch, importlib.util; assert {_torch.COMPILED_AUTOGRAD!r} not in sys.modules"
+    subprocess.run([sys.executable, "-c", look], check=True, timeout=100)
+    assert importlib.util.find_spec(_torch.COMPILED_AUTOGRAD) is not None
 
 
 @fact_of("bind_apply")

@@ -145,3 +145,8 @@ def _one_to_one(device_map: Mapping[Device, Device]) -> dict[str, str]:
             )
         reverse[there] = here
     return _names(device_map)
+
+
+def reversed_map(device_map: dict[str, str]) -> dict[str, str]:
+    """The map of what goes back."""
+    return {target: source for source, target in device_map.items()}

@@ -17,6 +17,7 @@ from .._torch import current_graph_task_id
 from ..errors import GradientError, ProtocolError, UnknownContextError
 from ..events import logger
 from ..messages import COUNTER_BITS, Autograd, Envelope, Hello, LogEntry
+from ..options import reversed_map
 from ..primitives import current
 from .contexts import Context, Contexts, Sent
 from .local_graph import Graph
@@ -201,7 +202,7 @@ class Attach:
             return None
         came_from = None
         if envelope.device_map is not None:
-            came_from = {here: there for there, here in envelope.device_map.items()}
+            came_from = reversed_map(envelope.device_map)
         return partial(self._recv, envelope.id, autograd, came_from)
 
     def _recv(

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .._torch import bind_apply, current_graph_task_id, run_backward, will_engine_execute
+from .._torch import COMPILED_AUTOGRAD, bind_apply, current_graph_task_id, run_backward, will_engine_execute
 from .local_graph import Edge, Node, find_any_received
 from .nodes import drop_leftovers, make_first
 
@@ -74,11 +74,7 @@ _apply = bind_apply(None, Look)
 def _can_ask() -> bool:
     """Whether an engine call can be begun that ends at its first node. Inside of another one it would work off nodes of
     that; anomaly mode would report the error; compiled autograd would compile it."""
-    return (
-        current_graph_task_id() < 0
-        and not torch.is_anomaly_enabled()
-        and "torch._dynamo.compiled_autograd" not in sys.modules
-    )
+    return current_graph_task_id() < 0 and not torch.is_anomaly_enabled() and COMPILED_AUTOGRAD not in sys.modules
 
 
 def _look_at_few(edges: Sequence[Edge], candidates: Sequence[Node]) -> tuple[Node | None, bool]:

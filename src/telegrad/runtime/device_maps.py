@@ -63,11 +63,6 @@ def _own(member: Member, options: Options) -> WorkerDevices:
     return WorkerDevices(member.name, torch.cuda.device_count(), options.device_maps, tuple(options.devices))
 
 
-def reversed_map(device_map: dict[str, str]) -> dict[str, str]:
-    """The map of what goes back."""
-    return {target: source for source, target in device_map.items()}
-
-
 def check(workers: Sequence[WorkerDevices], *, is_whole: bool) -> None:
     """Checks the maps of these workers against each other. `is_whole`: there are no others.
 

@@ -15,11 +15,11 @@ from ..events import logger
 from ..gradients.contexts import Context
 from ..gradients.torch_modes import applied, restore_defaults
 from ..messages import Call, Envelope, Kind, Reply, shortened
+from ..options import reversed_map
 from ..primitives import clock, current
 from ..serialization.codec import Codec
 from ..transport.base import Connection
 from . import profiled_calls
-from .device_maps import reversed_map
 from .threads import Threads
 
 if TYPE_CHECKING:
