@@ -272,3 +272,39 @@ def test_deep_graphs(kind):
     ran = subprocess.run(program, capture_output=True, text=True, timeout=90)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.endswith("done\n")
+
+
+DEEP_SENDS = """
+    import sys
+    import torch
+    from telegrad.gradients.context import Sent
+    from telegrad.gradients.local_graph import Graph
+    from telegrad.gradients.plain import make_plain
+
+    x = torch.ones(1, requires_grad=True)
+    for _ in range(200_000):
+        x = x * 1.0
+    plain = make_plain(1, lambda: 0)
+    graph = Graph(plain.new_group)
+    plain.add([Sent(id, 1, place, 2, 7, x, graph) for place, id in enumerate((1, 2))])
+    del x
+    if sys.argv[1] == "closed":
+        plain.close()
+    else:
+        first, _ = plain.forget_sent(7, [1])
+        last, _ = plain.forget_sent(7, [2])
+        assert 1 in plain.receivers
+        last()  # on another thread, which is faster
+        first()
+    assert len(graph.known) == 1 and not plain.sends and not plain.receivers
+    print("done")
+"""
+
+
+@pytest.mark.parametrize("kind", ["closed", "forgotten by two threads"])
+def test_deep_graphs_behind_sends_are_freed_from_the_root_on(kind):
+    """Before, the worker that shut down held on to a Send while it freed the graph, and overflowed the stack."""
+    program = [sys.executable, "-c", textwrap.dedent(DEEP_SENDS), kind]
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=90)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "done\n"

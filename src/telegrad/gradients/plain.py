@@ -145,10 +145,23 @@ class Plain(Context):
                     continue
                 del self.sends[id]
                 dead.append(sent)
-                sent.graph.sends -= 1
-                if not sent.graph.sends:
-                    del self.receivers[sent.message]
-        return partial(_free, dead) if dead else None, wrong
+        return partial(self._free, dead) if dead else None, wrong
+
+    def _free(self, dead: list[Sent]) -> None:
+        """Frees Sends that were forgotten, and with the last of a message the graph behind it. Several threads may free
+        those of one message: only the last Send to go, not the last to be forgotten, lets the graph be freed from its
+        root on. See Note [deep graphs] in local_graph.py."""
+        while dead:
+            sent = dead.pop()
+            graph, message = sent.graph, sent.message
+            del sent
+            with self.lock:
+                graph.sends -= 1
+                is_last = not graph.sends
+                if is_last:
+                    self.receivers.pop(message, None)
+            if is_last:
+                graph.clear()
 
     def on_forgotten(self, peer: int, ids: Iterable[int]) -> Task | None:
         """Takes the word of a worker that Recvs have died there. While reading: the task frees what was behind them."""
@@ -237,21 +250,11 @@ class Plain(Context):
     def close(self) -> None:
         """Ends with the worker."""
         self.clear_soon, self.submit = None, lambda task: task()  # a tensor that is kept must not keep the worker
-        dead = list(self.sends.values())
-        for sent in dead:
-            sent.graph.sends = 0
-        self.sends.clear()
-        self.receivers.clear()
+        with self.lock:
+            dead = list(self.sends.values())
+            self.sends.clear()
         self.received.clear()
-        _free(dead)
-
-
-def _free(dead: list[Sent]) -> None:
-    """Frees the graphs behind Sends."""
-    while dead:
-        graph = dead.pop().graph
-        if not graph.sends:
-            graph.clear()
+        self._free(dead)
 
 
 def make_plain(worker_id: int, new_id: Callable[[], int]) -> Plain:
