@@ -209,6 +209,26 @@ def test_asked_twice_it_has_no_patience(tmp_path, program):
     assert is_gone(pid)
 
 
+@pytest.mark.parametrize("grace", ["600", "0"])
+def test_asked_while_it_starts_the_processes(tmp_path, program, grace):
+    """The first process runs long before the last one is started, and torchrun does not know of it."""
+    text = program("""
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(note(f"asked {rank}")))
+        if rank == 0:
+            note("runs")
+        time.sleep(600)
+    """)
+    with started("-q", "-n", "32", "--grace", grace, text) as launcher:
+        pid = pid_in(tmp_path / "runs")
+        launcher.send_signal(signal.SIGINT)
+        _, said = launcher.communicate(timeout=PATIENCE)
+    assert launcher.returncode == 130, said
+    assert said == "telegrad run: Ctrl-C; all processes have ended\n"
+    assert is_gone(pid)
+    if grace != "0":
+        assert (tmp_path / "asked 0").exists()
+
+
 def test_nothing_is_left_in_the_temporary_folder(tmp_path, program, monkeypatch):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))

@@ -318,6 +318,7 @@ def test_a_remote_module_in_a_remote_module():
     assert type(dict(back.named_parameters())["inner.weight"]) is nn.Parameter, "it is here"
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 def test_what_parameters_refuse():
     there = RemoteModule("a", nn.Linear, (4, 2))
     there(x(False)).sum().backward()
@@ -335,6 +336,9 @@ def test_what_parameters_refuse():
         lambda: weight.data,
         lambda: weight.detach(),
         lambda: weight.as_subclass(torch.Tensor),
+        lambda: torch.tensor(weight),
+        lambda: torch.tensor([weight, weight]),
+        lambda: torch.asarray(weight, copy=True),
         lambda: weight.mul_(2),
         lambda: weight + 1,
         lambda: weight[0],

@@ -7,12 +7,14 @@ there, and torchrun, which would open the port on every interface, uses the stor
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 if __name__ == "__main__":  # until torchrun handles signals, there is nothing to end
@@ -32,18 +34,21 @@ def main(fd: int, arguments: list[str]) -> int:
         host, port = listener.getsockname()
     store = TCPStore(host, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
     where = [f"--master-addr={host}", f"--master-port={store.port}"]
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the verdict below says what they would
+    logging.disable(logging.ERROR)  # the verdict below says what torchrun would
     with tempfile.TemporaryDirectory(prefix="telegrad-run-") as logs:
         try:
             run(parse_args([*where, "--log-dir", logs, *arguments]))
         except ChildFailedError as error:
             return _explain(error, Path(logs))
         except SignalException as error:
+            if error.__context__ is None:  # the first one
+                with contextlib.suppress(SignalException):
+                    _end_ranks(error.sigval)
             name = "Ctrl-C" if error.sigval == signal.SIGINT else signal.Signals(error.sigval).name
             _say(f"{name}; all processes have ended")
             return 128 + error.sigval
         finally:
-            _kill_ranks()
+            _signal_ranks(signal.SIGKILL)  # a second signal ends torchrun while it still waits for them
     return 0
 
 
@@ -59,13 +64,24 @@ def _explain(error: ChildFailedError, logs: Path) -> int:
     return code
 
 
-def _kill_ranks() -> None:
-    """A second signal ends torchrun while it still waits for the ranks."""
-    for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        try:
-            os.killpg(int(pid), signal.SIGKILL)  # each rank leads a process group
-        except ProcessLookupError:
-            pass
+def _end_ranks(number: int) -> None:
+    """Passes a signal on to the ranks, and waits for them. torchrun has done so, unless the signal came before it knew
+    them all."""
+    _signal_ranks(number)
+    deadline = time.monotonic() + float(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    with contextlib.suppress(ChildProcessError):  # there are no more
+        while time.monotonic() < deadline:
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                time.sleep(0.01)
+
+
+def _signal_ranks(number: int) -> None:
+    for pid in map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()):
+        with contextlib.suppress(ProcessLookupError):
+            try:
+                os.killpg(pid, number)  # each rank leads a process group
+            except ProcessLookupError:
+                os.kill(pid, number)  # as soon as it has begun
 
 
 def _say(text: str) -> None:

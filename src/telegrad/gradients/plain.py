@@ -101,6 +101,7 @@ class Plain(Context):
     clearing: bool = False
     clear_soon: Task | None = None
     submit: Callable[[Task], None] = lambda task: task()  # has another thread run it
+    name_of: Callable[[int], str] = str  # a worker's name, by its id
     # Guarded by the lock:
     to_forget: dict[int, list[int]] = msgspec.field(default_factory=dict)  # by worker: the dead that it has sent
 
@@ -167,7 +168,8 @@ class Plain(Context):
         """Takes the word of a worker that Recvs have died there. While reading: the task frees what was behind them."""
         task, wrong = self.forget_sent(peer, ids)
         if wrong:
-            logger.warning("worker %d has forgotten %d tensors that it was not sent; this is dropped", peer, len(wrong))
+            name = self.name_of(peer)
+            logger.warning("worker %r has forgotten %d tensors that it was not sent; this is dropped", name, len(wrong))
         return task
 
     def on_lost(self, peer: int) -> Task | None:
@@ -227,7 +229,7 @@ class Plain(Context):
 
     def start(self, host: Host) -> None:
         """Tells the senders of what has died, from now on."""
-        self.submit = host.submit
+        self.submit, self.name_of = host.submit, host.name_of
         self.clear_soon = host.later(_SOON, partial(self._clear, host))
 
     def _clear(self, host: Host) -> None:
@@ -249,7 +251,8 @@ class Plain(Context):
 
     def close(self) -> None:
         """Ends with the worker."""
-        self.clear_soon, self.submit = None, lambda task: task()  # a tensor that is kept must not keep the worker
+        # A tensor that is kept must not keep the worker.
+        self.clear_soon, self.submit, self.name_of = None, lambda task: task(), str
         with self.lock:
             dead = list(self.sends.values())
             self.sends.clear()

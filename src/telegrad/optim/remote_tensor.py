@@ -80,6 +80,11 @@ class RemoteTensor(torch.Tensor):
                 return tensor
         raise _refusal(name, args)
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuses what torch does without asking __torch_function__: torch.tensor() copies so."""
+        raise _refusal(str(func), args)
+
     def to_here(self) -> torch.Tensor:
         """Fetches the values. Gradients flow back through those of a parameter."""
         return self.rref.to_here()  # type: ignore[no-any-return]
