@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import telegrad
 from telegrad import autograd, rpc
-from telegrad.gradients import devices, waits
+from telegrad.gradients import devices, engine_call, waits
 from telegrad.gradients.devices import Mix, mix_of
 from telegrad.gradients.nodes import AccumulateGrad
 
@@ -83,6 +83,20 @@ def test_a_pass_on_the_cpu_beside_cuda(monkeypatch: pytest.MonkeyPatch, limits: 
             found = autograd.get_gradients(context_id)[x]
     torch.testing.assert_close(found, 6 * x.detach().cos())
     assert not pumped
+
+
+@pytest.mark.parametrize("mix", [Mix.DEVICE_ONLY, Mix.BOTH])
+def test_a_pass_with_nothing_for_the_cpu_is_not_pumped_soon(monkeypatch: pytest.MonkeyPatch, mix: Mix) -> None:
+    pumped = []
+    monkeypatch.setattr(engine_call, "_RARE_DEVICE_POLL", 30.0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(devices, "mix_of", lambda starts: mix)
+    monkeypatch.setattr(devices, "pump", lambda: pumped.append(None))
+    with telegrad.LocalCluster(["a"], transport="inproc"):
+        x = torch.arange(3.0, requires_grad=True)
+        rpc.rpc_sync("a", slow_double, args=(x.sin(),)).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach().cos())
+    assert bool(pumped) == (mix is Mix.BOTH)
 
 
 def checkpointed(x: torch.Tensor, fails: bool) -> torch.Tensor:

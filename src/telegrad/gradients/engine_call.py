@@ -300,8 +300,9 @@ class EngineCall:
             if self._mix is devices.Mix.NO_DEVICE:
                 self._host.wait(waiter, peer, deadline, local.turn)
                 return
-            devices.pump()
-            if self._mix is devices.Mix.DEVICE_ONLY:
+            if self._mix is devices.Mix.BOTH or pause == _RARE_DEVICE_POLL:
+                devices.pump()
+            else:
                 pause = _RARE_DEVICE_POLL
 
     def _check(self, message: int) -> None:

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import os
 import threading
+from _thread import allocate_lock
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +52,7 @@ _running: dict[int, EngineCall] = {}
 # on a thread of their own, may come before it; they wait. Not for the Beacons of other engine calls: torch may have
 # these begin on the very thread that would wait. torch hands a thread's keys on to all threads that run its engine
 # calls, so each thread that makes any has one (_key). Empty where there are no devices.
-_before_beacon: dict[int, threading.Event] = {}
+_before_beacon: dict[int, threading.Lock] = {}  # each held until then
 _LONGEST_START = 60.0  # seconds; the engine counts dependencies before it runs the first node
 
 
@@ -71,7 +73,8 @@ def running() -> EngineCall | None:
         own = threading.get_ident()
         for thread, begun in list(_before_beacon.items()):
             if thread != own and is_in_tls(_key(thread)):
-                begun.wait(_LONGEST_START)
+                if begun.acquire(timeout=_LONGEST_START):
+                    begun.release()
         call = _running.get(task)
     return call
 
@@ -90,12 +93,13 @@ def starting(call: EngineCall) -> None:
     if call.has_devices:
         if not is_in_tls(key := _key(call.thread)):
             stash_in_tls(key, None)
-        _before_beacon[call.thread] = threading.Event()
+        _before_beacon[call.thread] = begun = allocate_lock()
+        begun.acquire()
 
 
 def _has_begun(thread: int) -> None:
     if (begun := _before_beacon.pop(thread, None)) is not None:
-        begun.set()
+        begun.release()
 
 
 def _in_child() -> None:
@@ -191,11 +195,21 @@ class Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        call = _running.get(current_graph_task_id()) or running()
-        if call is None:
-            raise GradientError(f"the Wait for message {ctx.messages[0]} was run outside of a backward pass")
-        call.wait_for(ctx.messages, ctx.limit)
+        call = _await(ctx.messages, None)
         return None, None, *map(call.take, ctx.leaves), *(gradient,) * ctx.rest
+
+
+def _await(messages: list[int], limit: float | None) -> EngineCall:
+    call = _running.get(current_graph_task_id()) or running()
+    if call is None:
+        raise GradientError(f"the Wait for message {messages[0]} was run outside of a backward pass")
+    call.wait_for(messages, limit)
+    return call
+
+
+def _await_for_a_while(messages: list[int], limit: float, gradients: Any) -> None:
+    """Runs before the node that make_wait_for_a_while() makes."""
+    _await(messages, limit)
 
 
 for _kind in (Send, Recv, Wait):
@@ -211,7 +225,6 @@ _recv_node.__name__ = "torch::distributed::autograd::RecvRpcBackward"
 _recv_node.came_from = None
 _wait_node: Any = Wait._backward_cls
 _wait_node.__name__ = "torch::distributed::autograd::SendRpcBackward"
-_wait_node.limit = None  # seconds that it waits at most; None: until the pass is over
 
 
 def _is_of_same_message(one: Any, other: Any) -> bool:
@@ -316,6 +329,16 @@ def make_wait(messages: list[int], leaves: list[int], inputs: list[torch.Tensor]
     The caller has enabled grad mode, and disabled __torch_function__ of subclasses."""
     token: torch.Tensor = _apply_wait(messages, leaves, *inputs)
     token.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
+    return token
+
+
+def make_wait_for_a_while(messages: list[int], limit: float, wait: torch.Tensor) -> torch.Tensor:
+    """Makes a node in front of a Wait, which waits for the same, but no longer than so many seconds; returns its token.
+    The caller has enabled grad mode."""
+    token = wait.clone()
+    node: Any = token.grad_fn
+    node._set_sequence_nr(0)
+    node.register_prehook(partial(_await_for_a_while, messages, limit))
     return token
 
 

@@ -2,7 +2,7 @@
 
 # Note [errors on the threads of devices]
 An error on a device's thread ends an engine call once the thread that makes the call is done with the node that it
-runs; and that may be a Wait, for gradients that now never come. So beside devices each Wait has others in front of it,
+runs; and that may be a Wait, for gradients that now never come. So beside devices each Wait has nodes in front of it,
 which wait for the same, but no longer than their limit: between two of them torch looks.
 """
 
@@ -16,7 +16,7 @@ from . import nodes
 from .contexts import Sent
 from .local_graph import Node
 
-_LIMITS = (30.0, 3.0, 0.3, 0.03)  # seconds; the last one waits first
+_LIMITS = (10.0, 0.1)  # seconds; the last one waits first
 
 
 def make_waits(
@@ -64,8 +64,7 @@ def _make_wait(
                 leaves[node] = None
     if has_devices:
         for limit in _LIMITS:
-            token = nodes.make_wait(messages, [], [token])
-            token.grad_fn.limit = limit  # type: ignore[union-attr]
+            token = nodes.make_wait_for_a_while(messages, limit, token)
     return token
 
 
