@@ -4,8 +4,8 @@
 A device works off what it is given in the order of a stream. torch's engine runs a node on the stream of its forward;
 inside of its backward a gradient is ready on that stream, and on no other. What another stream is to use goes with an
 event (`record`), which that stream waits for (`wait`), and is marked as used there, or the allocator would give its
-memory away when the last reference goes. Streams wait only for events of this process: of another one that dies they
-would wait for ever.
+memory away when the last reference goes. What is most often used on the same stream goes with the stream (`follow`).
+Streams wait only for events of this process: of another one that dies they would wait for ever.
 
 # Note [the pump]
 A device's nodes run on a thread of torch's own. The CPU nodes behind them run on the thread of the engine call, which
@@ -44,10 +44,15 @@ def is_on_device(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and not tensor.is_cpu and not tensor.is_meta
 
 
+def streams_of(tensors: Iterable[torch.Tensor | None]) -> list[torch.Stream]:
+    """Returns the current stream of each device among the tensors'."""
+    devices = {tensor.device for tensor in tensors if tensor is not None and is_on_device(tensor)}
+    return [torch.accelerator.current_stream(device) for device in devices]
+
+
 def record(tensors: Iterable[torch.Tensor | None]) -> list[Event]:
     """Records an event on the current stream of each device among the tensors'."""
-    devices = {tensor.device for tensor in tensors if tensor is not None and is_on_device(tensor)}
-    return [torch.accelerator.current_stream(device).record_event() for device in devices]
+    return [stream.record_event() for stream in streams_of(tensors)]
 
 
 def wait(events: Iterable[Event], tensors: Iterable[torch.Tensor | None]) -> None:
@@ -57,6 +62,17 @@ def wait(events: Iterable[Event], tensors: Iterable[torch.Tensor | None]) -> Non
     for tensor in tensors:
         if tensor is not None and is_on_device(tensor):
             mark_used(tensor)
+
+
+def follow(streams: Iterable[torch.Stream], tensor: torch.Tensor) -> None:
+    """Lets the current stream of a tensor's device wait for that one of these streams that the tensor is ready on;
+    most often it is the same one."""
+    for stream in streams:
+        if stream.device == tensor.device:
+            own = torch.accelerator.current_stream(tensor.device)
+            if own != stream:
+                own.wait_stream(stream)
+                mark_used(tensor)
 
 
 def mark_used(tensor: torch.Tensor) -> None:

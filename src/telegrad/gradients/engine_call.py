@@ -72,7 +72,7 @@ class EngineCall:
         self.before: EngineCall | None = None  # around it on that thread
         self.has_devices = torch.cuda.is_initialized()  # then torch may run nodes on threads of its own
         self._mix: devices.Mix | None = None  # None: not known yet
-        self._ready: dict[int, list[devices.Event]] = {}  # by message sent: where its gradients are on a device
+        self._ready: dict[int, list[torch.Stream]] = {}  # by message sent: of its gradients that are on devices
         # For users' code that the engine runs on a thread of its own (primitives/current.py):
         self.pass_id = local.pass_id
         self.context_id = local.context.id
@@ -329,7 +329,7 @@ class EngineCall:
                 f"{gradient.dtype}; the tensor has shape {tuple(sent.shape)} and dtype {sent.dtype}"
             )
         if sent.message in self._ready:
-            devices.wait(self._ready[sent.message], (gradient,))
+            devices.follow(self._ready[sent.message], gradient)
         found: torch.Tensor = gradient if gradient.device == sent.device else gradient.to(sent.device)
         return found
 
@@ -343,7 +343,7 @@ class EngineCall:
             raise GradientError(f"the gradients of message {message} were asked for twice in one pass")
         arrived.frames.deadline = local.deadline
         found = self._host.decode(arrived.envelope, arrived.frames).gradients
-        ready = devices.record(found) if self.has_devices else ()
+        ready = devices.streams_of(found) if self.has_devices else ()
         place = 0
         for of in arrived.messages:
             if ready:

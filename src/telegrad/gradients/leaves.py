@@ -86,11 +86,11 @@ class GradientTable(msgspec.Struct, eq=False):
         """Adds all of another table, which is empty after it."""
         self.replaced.update(other.replaced)
         other.replaced = {}
-        if other._events:
-            other._wait_for_events()
-        elif not self._found:
+        if not self._found:
             self._found, other._found = other._found, self._found
+            self._events, other._events = other._events, self._events
             return
+        other._wait_for_events()
         for leaf, gradient in other._found.values():
             self.add(leaf, gradient)
         other.clear()
