@@ -99,6 +99,16 @@ def test_a_pass_with_nothing_for_the_cpu_is_not_pumped_soon(monkeypatch: pytest.
     assert bool(pumped) == (mix is Mix.BOTH)
 
 
+def test_a_pass_in_inference_mode_beside_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with telegrad.LocalCluster(["a"], transport="inproc"):
+        x = torch.arange(3.0, requires_grad=True)
+        loss = rpc.rpc_sync("a", slow_double, args=(x.sin(),)).sum()
+        with torch.inference_mode():
+            loss.backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach().cos())
+
+
 def checkpointed(x: torch.Tensor, fails: bool) -> torch.Tensor:
     def inner(h: torch.Tensor) -> torch.Tensor:
         threads.append(threading.current_thread().name)

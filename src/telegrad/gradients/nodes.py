@@ -335,6 +335,9 @@ def make_wait(messages: list[int], leaves: list[int], inputs: list[torch.Tensor]
 def make_wait_for_a_while(messages: list[int], limit: float, wait: torch.Tensor) -> torch.Tensor:
     """Makes a node in front of a Wait, which waits for the same, but no longer than so many seconds; returns its token.
     The caller has enabled grad mode."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return make_wait_for_a_while(messages, limit, wait)
     token = wait.clone()
     node: Any = token.grad_fn
     node._set_sequence_nr(0)
