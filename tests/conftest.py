@@ -143,7 +143,7 @@ def jumping_clock(monkeypatch: pytest.MonkeyPatch) -> JumpingClock:
 @pytest.fixture(scope="session")
 def server() -> Iterator[telegrad.ForkServer]:
     """One warm process that forks all workers of the tests."""
-    with telegrad.ForkServer() as server:
+    with telegrad.ForkServer(preload=["torch._dynamo", "pytest", "hypothesis"]) as server:
         # It has imported torch once it has forked something.
         with telegrad.LocalCluster(["warm"], server=server):
             pass

@@ -246,6 +246,23 @@ def test_a_fork_server_that_is_gone(server):
         pass
 
 
+def test_a_fork_server_with_modules(capfd):
+    with telegrad.ForkServer(preload=["this", "xml.dom.minidom"]) as own:
+        for name in ("a", "b"):
+            with telegrad.LocalCluster([name], server=own):
+                assert rpc.rpc_sync(name, has_imported, args=("xml.dom.minidom",))
+    assert capfd.readouterr().out.count("The Zen of Python") == 1, "it is imported once"
+    with telegrad.ForkServer(preload=["not_there"]) as own:
+        cluster = telegrad.LocalCluster(["a"], server=own)
+        with pytest.raises(errors.ClusterError, match="ended; its output says why"), cluster:
+            pass
+    assert "No module named 'not_there'" in capfd.readouterr().err
+
+
+def has_imported(name: str) -> bool:
+    return name in sys.modules
+
+
 def test_a_process_number_that_is_used_again_has_not_ended(server):
     """The server remembers how children ended; a new one may get the number of an old one."""
     newest = int(Path("/proc/loadavg").read_text().split()[4])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import telegrad
 from telegrad import autograd
 
-PATIENCE = 5.0  # seconds
+PATIENCE = 30.0  # seconds
 
 # The first checkpoint of a process imports half of torch. It comes before any look for leaks, and what it
 # brought is not looked at again.

@@ -21,7 +21,7 @@ from telegrad import autograd, rpc
 
 WORKERS = ("a", "b")
 SIZE = 2_000
-PATIENCE = 10.0  # seconds
+PATIENCE = 30.0  # seconds
 
 _weight = torch.full((SIZE,), 0.5, requires_grad=True)
 _state: dict[str, torch.Tensor] = {}

@@ -18,7 +18,7 @@ from telegrad.gradients import adding, leaves
 from telegrad.gradients.averaged import leaves_are_averaged
 from telegrad.gradients.leaves import Capture, GradientTable, accumulated
 
-PATIENCE = 10.0  # seconds
+PATIENCE = 30.0  # seconds
 
 
 def node_of(leaf: torch.Tensor):

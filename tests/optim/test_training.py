@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # as an optimizer does when it is first made: that takes long on a busy machine
 from torch import nn, optim
 from torch.nn.functional import cross_entropy
 from torch.optim import lr_scheduler

@@ -19,7 +19,7 @@ from telegrad import autograd, errors, rpc
 from telegrad.primitives.current import current_worker
 from telegrad.rpc import RRef
 
-PATIENCE = 5.0
+PATIENCE = 30.0
 
 
 @pytest.fixture(scope="module", params=["inproc", "unix", "tcp"])

@@ -17,7 +17,7 @@ from telegrad import errors, rpc
 from telegrad.primitives.current import current_worker
 from telegrad.rpc import RRef
 
-PATIENCE = 10.0
+PATIENCE = 30.0
 _kept: list[Any] = []
 
 

@@ -17,7 +17,7 @@ from telegrad.nn import RemoteModule
 from telegrad.primitives import clock
 from telegrad.primitives.current import current_worker
 
-PATIENCE = 10.0
+PATIENCE = 30.0
 
 
 class Gate:

@@ -145,7 +145,7 @@ def test_users_code_runs_outside_of_critical_sections(link, monkeypatch):
 
 @pytest.fixture
 def pair() -> Iterator[telegrad.LocalCluster]:
-    options = telegrad.Options(rpc_timeout=10.0)
+    options = telegrad.Options(rpc_timeout=30.0)
     with telegrad.LocalCluster(["a"], transport="inproc", options=options) as cluster:
         yield cluster
 

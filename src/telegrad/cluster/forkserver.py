@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -75,9 +75,15 @@ class _Request:
 
 
 class ForkServer:
-    """The owner's side. Can serve several clusters, one after the other or at once."""
+    """The owner's side. Can serve several clusters, one after the other or at once.
 
-    def __init__(self) -> None:
+    Args:
+        preload: modules that are imported once, in the server, besides torch. Each worker then has them from its start;
+            an optimizer, for one, imports `torch._dynamo` when it is first made, which takes a second or more. None of
+            them may start threads or use CUDA when it is imported.
+    """
+
+    def __init__(self, *, preload: Iterable[str] = ()) -> None:
         self._pid = os.getpid()  # a fork of this process has a copy of the socket, which it must not use
         self._lock = threading.Lock()  # guards the two below, and the writing
         self._requests: deque[_Request] = deque()  # without an answer, in the order in which they were sent
@@ -87,20 +93,21 @@ class ForkServer:
         install(self)
         try:
             with critical():
-                self._start()
+                self._start(preload)
         finally:
             uninstall(self)
 
-    def _start(self) -> None:
+    def _start(self, preload: Iterable[str]) -> None:
         self._socket, theirs = socket.socketpair()
         code = (
-            "import sys, telegrad.autograd, telegrad.cluster.local, telegrad.rpc\n"  # and with them torch
+            "import importlib, sys, telegrad.autograd, telegrad.cluster.local, telegrad.rpc\n"  # and with them torch
+            "for module in sys.argv[3:]: importlib.import_module(module)\n"
             "from telegrad.cluster.forkserver import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
         )
         path = os.pathsep.join(p for p in sys.path if p)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid()), *preload],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the owner, who ends the children in order
