@@ -209,9 +209,10 @@ def test_asked_twice_it_has_no_patience(tmp_path, program):
     assert is_gone(pid)
 
 
-@pytest.mark.parametrize("grace", ["600", "0"])
+@pytest.mark.parametrize("grace", ["10", "0"])
 def test_asked_while_it_starts_the_processes(tmp_path, program, grace):
-    """The first process runs long before the last one is started, and torchrun does not know of it."""
+    """The first process runs long before the last one is started, and torchrun does not know of it. A process that is
+    only starting may lose a signal, in an import that ignores errors, and is killed after the grace."""
     text = program("""
         signal.signal(signal.SIGINT, lambda *_: sys.exit(note(f"asked {rank}")))
         if rank == 0:
