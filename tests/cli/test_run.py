@@ -224,8 +224,9 @@ def test_asked_while_it_starts_the_processes(tmp_path, program, grace):
         launcher.send_signal(signal.SIGINT)
         _, said = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 130, said
-    assert said == "telegrad run: Ctrl-C; all processes have ended\n"
-    assert is_gone(pid)
+    # A process that was only starting may have written how it was interrupted.
+    assert said.endswith("telegrad run: Ctrl-C; all processes have ended\n")
+    wait_until(lambda: is_gone(pid), "it is still there")
     if grace != "0":
         assert (tmp_path / "asked 0").exists()
 

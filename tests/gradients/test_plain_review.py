@@ -235,43 +235,78 @@ def test_a_callee_that_enables_grad(workers):
 
 DEEP = """
     import sys
+    import time
     import torch
     import telegrad
-    from telegrad import rpc
+    from telegrad import autograd, rpc
 
-    def deep(x, length=200_000):
+    def deep(x, length=80_000):
         for _ in range(length):
             x = x * 1.0
         return x
 
+    def sent(x):
+        return rpc.rpc_sync("b", torch.mul, args=(x, 2))
+
     kind = sys.argv[1]
+    x = torch.ones(1, requires_grad=True)
     with telegrad.LocalCluster(["b"], transport="inproc"):
-        x = torch.ones(1, requires_grad=True)
-        alive = rpc.rpc_sync("b", torch.mul, args=(x, 2))
+        alive = sent(x)
         if kind == "local":
-            loss = deep(x)
-            loss.backward()
+            deep(x).backward()
         elif kind == "received":
-            loss = deep(alive)
-            loss.backward()
+            deep(alive).backward()
         elif kind == "sent":
-            loss = rpc.rpc_sync("b", torch.mul, args=(deep(x), 2))
-            loss.backward()
+            sent(deep(x)).backward()
         elif kind == "kept":
-            kept = rpc.rpc_sync("b", torch.mul, args=(deep(x), 2))
-        print(x.grad)
-        if kind != "kept":
+            kept = sent(deep(x))
+        elif kind == "dropped":
+            h = deep(x)
+            middle = deep(h)
+            last = deep(middle)
+            sent(last).backward()
+            time.sleep(0.1)  # the Send is gone
+            del last
+            h = None
+            del middle
+        elif kind == "steps":
+            h, losses = x, []
+            for _ in range(100):
+                h = deep(h, 1000)
+                losses.append(sent(h))
+            sum(losses).backward()
+            del losses
+            time.sleep(0.1)
+            del h
+        elif kind == "forked":
+            h = torch.stack([deep(x), deep(x)])
+            sent(h).sum().backward()
+            h = None
+        elif kind == "in a context":
+            h = deep(x)
+            with autograd.context() as context_id:
+                loss = sent(h)
+                autograd.backward(context_id, [deep(loss)])
             del loss
+            time.sleep(0.1)
+            del h
+        else:
+            kept = sent(h := deep(x))
+    if kind == "closed":
+        del kept
+        del h
     print("done")
 """
 
 
-@pytest.mark.parametrize("kind", ["local", "received", "sent", "kept"])
+@pytest.mark.parametrize(
+    "kind", ["local", "received", "sent", "kept", "dropped", "steps", "forked", "in a context", "closed", "left"]
+)
 def test_deep_graphs(kind):
     program = [sys.executable, "-c", textwrap.dedent(DEEP), kind]
     ran = subprocess.run(program, capture_output=True, text=True, timeout=90)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.endswith("done\n")
+    assert ran.stdout == "done\n"
 
 
 DEEP_SENDS = """
@@ -282,7 +317,7 @@ DEEP_SENDS = """
     from telegrad.gradients.plain import make_plain
 
     x = torch.ones(1, requires_grad=True)
-    for _ in range(200_000):
+    for _ in range(80_000):
         x = x * 1.0
     plain = make_plain(1, lambda: 0)
     graph = Graph(plain.new_group)
@@ -302,9 +337,34 @@ DEEP_SENDS = """
 
 
 @pytest.mark.parametrize("kind", ["closed", "forgotten by two threads"])
-def test_deep_graphs_behind_sends_are_freed_from_the_root_on(kind):
-    """Before, the worker that shut down held on to a Send while it freed the graph, and overflowed the stack."""
+def test_deep_graphs_behind_sends(kind):
+    """However the Sends of a message go."""
     program = [sys.executable, "-c", textwrap.dedent(DEEP_SENDS), kind]
     ran = subprocess.run(program, capture_output=True, text=True, timeout=90)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "done\n"
+
+
+ON_ANOTHER_DEVICE = """
+    import torch
+    torch.set_default_device("meta")
+    import telegrad
+    from telegrad import rpc
+    from telegrad.gradients import engine_call, nodes
+
+    with telegrad.LocalCluster(["b"], transport="inproc"):
+        x = torch.ones(3, device="cpu", requires_grad=True)
+        y = rpc.rpc_sync("b", torch.mul, args=(x, 2))
+        y.sum().backward()
+        assert x.grad.tolist() == [2, 2, 2]
+        (anchor,) = [node.variable for node, _ in y.grad_fn.next_functions if node is not None]
+        assert {t.device.type for t in (nodes._TOKEN, engine_call._ONE, engine_call._BEACON, anchor)} == {"cpu"}
+    print("done")
+"""
+
+
+def test_another_default_device():
+    """Where torch makes new tensors has nothing to say in which thread's queue our nodes are."""
+    program = [sys.executable, "-c", textwrap.dedent(ON_ANOTHER_DEVICE)]
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=90)
+    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr

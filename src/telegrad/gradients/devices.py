@@ -33,6 +33,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from .._torch import run_backward
+from . import deep
 from .nodes import AccumulateGrad
 from .torch_modes import applied, current_modes
 
@@ -97,7 +98,7 @@ def mix_of(starts: Iterable[Any]) -> Mix:
     stack = [node for node in starts if node is not None]
     seen = set(stack)
     found = Mix.NO_DEVICE
-    while stack:
+    while stack and found is not Mix.BOTH:
         node = stack.pop()
         on_device = not _on_cpu(node)
         if on_device:
@@ -106,10 +107,13 @@ def mix_of(starts: Iterable[Any]) -> Mix:
             if next is None or type(next) is AccumulateGrad:
                 continue
             if on_device and (_on_cpu(next) or isinstance(node, BackwardCFunction)):  # which may return None
-                return Mix.BOTH
+                found = Mix.BOTH
+                break
             if next not in seen:
                 seen.add(next)
                 stack.append(next)
+    if len(seen) > deep.DEEP:
+        deep.brace(seen)
     return found
 
 

@@ -182,7 +182,8 @@ class Engine:
                 context, starts, gradients = self._contexts.plain, tensors, given or ()
                 edges = [edge_of(tensor) for tensor in tensors]
                 graph = Graph(self._contexts.plain.new_group, marks=True)
-                reach = graph.walk_from_roots(edges, self._contexts.plain.free_later)
+                reach = graph.walk(edges)
+                graph.clear()
                 leaves = checkpoints = ()
                 for member in reach:
                     if type(member) is Past:

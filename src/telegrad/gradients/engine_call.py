@@ -29,7 +29,7 @@ from .pasts import Member
 from .waits import make_waits
 
 _DEVICE_POLL, _RARE_DEVICE_POLL = 1e-3, 20e-3  # seconds
-_ONE = torch.ones(())  # the gradient of tokens
+_ONE = torch.ones((), device="cpu")  # the gradient of tokens
 _BEACON = nodes.make_beacon()
 _new_edge: Any = tuple.__new__  # that of a NamedTuple is Python code
 
@@ -409,6 +409,6 @@ def _use_up_warning() -> None:
     Here it makes none: the gradient never gets there."""
     with warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
-        leaf = torch.zeros((), requires_grad=True)
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
         (leaf * 1).backward(create_graph=True)
         leaf.grad = None

@@ -187,7 +187,7 @@ def _free_references() -> tuple[int, int] | None:
         return found[0]
 
     def leaf() -> torch.Tensor:
-        return torch.zeros(1, requires_grad=True)
+        return torch.zeros(1, device="cpu", requires_grad=True)
 
     with torch.enable_grad(), torch.inference_mode(False):
         free = measure(leaf() * 2)

@@ -8,14 +8,15 @@ not come to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import msgspec
 
-from ..primitives.interrupts import finaliser
+from . import deep
+from .deep import BITS, HASH
 from .nodes import AccumulateGrad, CheckpointNode, RecvNode
 from .pasts import Member
 
@@ -33,30 +34,8 @@ _FEW = 8
 # one step of a program cuts all paths through it. Slabs have two lengths; one in eight of each is picked.
 _REACH = "telegrad"  # where a mark is, in the metadata of its node
 _SHORT, _LONG = 6, 9  # slabs of 64 and 512 numbers
-_HASH, _BITS, _PICKED = 2654435761, (1 << 32) - 1, 1 << 29
+_PICKED = 1 << 29  # of 1 << 32
 _UNMARKED = 64  # nodes; a walk that came to fewer leaves no marks
-
-# Note [deep graphs]
-# torch frees nodes that Python has looked at by recursion, and a chain of some 50,000 overflows the stack. That does
-# not happen where all of them are held, and let go one after the other from the root on. The Graph does it for what was
-# sent. What is behind the root of a pass dies with the root, which the program holds: a list of it hangs on the root,
-# and is handed on when the root dies. It must not die in that moment, when the root still holds what is behind it.
-_DEEP = 4096  # nodes; torch may free a longer chain by recursion
-_BEHIND = "telegrad behind"  # where that list is, in the metadata of the root
-
-
-class Behind:
-    """The nodes behind a root, those furthest from it first."""
-
-    __slots__ = ("_free_later", "_nodes")
-
-    def __init__(self, nodes: list[Node], free_later: Callable[[list[Node]], object]) -> None:
-        self._nodes = nodes
-        self._free_later = free_later
-
-    @finaliser
-    def __del__(self) -> None:
-        self._free_later(self._nodes)
 
 
 class Graph(msgspec.Struct, eq=False):
@@ -89,24 +68,11 @@ class Graph(msgspec.Struct, eq=False):
         reach = self.walk(starts)
         new = self.leaves[leaves:], self.checkpoints[checkpoints:]
         del self.leaves[leaves:], self.checkpoints[checkpoints:]
+        if len(known) - nodes > deep.DEEP:
+            deep.brace(islice(known, nodes, None))
         while len(known) > nodes:
-            known.popitem()  # in this order: see _forget()
+            known.popitem()
         return reach, *new
-
-    def walk_from_roots(self, roots: Sequence[Edge], free_later: Callable[[list[Node]], object]) -> Reach:
-        """Returns what the roots of a pass lead to, and remembers nothing. Has deep graphs freed as they can be: see
-        Note [deep graphs]."""
-        known, reach = self.known, NOTHING
-        for edge in roots:
-            before = len(known)
-            found = self.walk((edge,))
-            reach = self._union(reach, found) if reach else found
-            if len(known) - before > _DEEP:
-                nodes = list(islice(known, before, None))
-                nodes.pop()  # the root itself: all others are behind it
-                edge[0].metadata[_BEHIND] = Behind(nodes, free_later)
-        self.clear()
-        return reach
 
     def leave_marks(self) -> None:
         """Leaves what was found on nodes, and keeps no more of it than is needed."""
@@ -116,26 +82,26 @@ class Graph(msgspec.Struct, eq=False):
                 if node is not None:
                     number, kind = node._sequence_nr(), node.__class__
                     if (
-                        ((number >> _SHORT) * _HASH & _BITS < _PICKED or (number >> _LONG) * _HASH & _BITS < _PICKED)
+                        ((number >> _SHORT) * HASH & BITS < _PICKED or (number >> _LONG) * HASH & BITS < _PICKED)
                         and kind is not RecvNode
                         and kind is not AccumulateGrad
                     ):
                         node.metadata[_REACH] = reach
-        if len(known) < _DEEP:
-            self._forget()
+                    if number * HASH & BITS < deep.PICKED:
+                        deep.put_break(node)
+        self._forget()
 
     def clear(self) -> None:
         self.was_cleared = True
+        if len(self.known) > deep.DEEP:
+            deep.brace(self.known)
         self._forget()
         self.leaves.clear()
         self.checkpoints.clear()
 
     def _forget(self) -> None:
-        # What was found last goes first. The other way round torch would free a deep graph by recursion, and overflow
-        # the stack.
-        known = self.known
-        while len(known) > 1:
-            known.popitem()
+        self.known.clear()
+        self.known[None] = NOTHING
 
     def _visit(self, node: Node) -> Reach:
         """Finds what a node leads to, and all nodes behind it."""
@@ -172,9 +138,9 @@ class Graph(msgspec.Struct, eq=False):
                             if not marks:
                                 break
                             number = next._sequence_nr()
-                            if (number >> _SHORT) * _HASH & _BITS >= _PICKED and (
+                            if (number >> _SHORT) * HASH & BITS >= _PICKED and (
                                 number >> _LONG
-                            ) * _HASH & _BITS >= _PICKED:
+                            ) * HASH & BITS >= _PICKED:
                                 break
                             found = next.metadata.get(_REACH)
                             if found is None:
@@ -208,6 +174,7 @@ class Graph(msgspec.Struct, eq=False):
 
 def leads_to(start: Node, targets: set[tuple[Node, int]], known: dict[Node, bool]) -> bool:
     """Says whether a node leads to one of these edges. `known` is what was found before for the same targets."""
+    before = len(known)
     stack: list[tuple[Node, bool]] = [(start, False)]
     while stack:
         node, visited = stack.pop()
@@ -220,6 +187,8 @@ def leads_to(start: Node, targets: set[tuple[Node, int]], known: dict[Node, bool
             stack.extend((next, False) for next, _ in edges if next not in known)
         else:
             known[node] = any(edge in targets or known[edge[0]] for edge in edges)
+    if len(known) - before > deep.DEEP:
+        deep.brace(islice(known, before, None))
     return known[start]
 
 
@@ -242,7 +211,7 @@ def find_any_received(starts: Iterable[Edge], most: int) -> tuple[Node | None, b
             return node, False
     while waiting:
         if len(seen) > most:
-            return None, True
+            break
         for next, _ in waiting.pop().next_functions:
             if next not in seen:
                 kind = next.__class__
@@ -251,4 +220,6 @@ def find_any_received(starts: Iterable[Edge], most: int) -> tuple[Node | None, b
                 seen.add(next)
                 if kind is not AccumulateGrad:
                     waiting.append(next)
-    return None, False
+    if len(seen) > deep.DEEP:
+        deep.brace(seen)
+    return None, bool(waiting)

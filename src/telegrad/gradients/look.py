@@ -26,7 +26,7 @@ from .nodes import drop_leftovers, make_first
 _FEW = 8  # nodes; for more it is quicker to ask torch
 _MANY = 16_384  # nodes; Python can look at so many
 _PER_CANDIDATE = 4  # so much quicker is it to ask torch for one received tensor than to look at a node
-_ONE = torch.ones(())
+_ONE = torch.ones((), device="cpu")
 
 
 class _Thread(threading.local):

@@ -93,8 +93,9 @@ def starting(call: EngineCall) -> None:
     if call.has_devices:
         if not is_in_tls(key := _key(call.thread)):
             stash_in_tls(key, None)
-        _before_beacon[call.thread] = begun = allocate_lock()
+        begun = allocate_lock()
         begun.acquire()
+        _before_beacon[call.thread] = begun
 
 
 def _has_begun(thread: int) -> None:
@@ -130,7 +131,7 @@ def _on_beacon(gradients: Any) -> Any:
     return (None,)  # nothing is behind it
 
 
-_TOKEN = torch.zeros(())
+_TOKEN = torch.zeros((), device="cpu")
 
 
 class Send(torch.autograd.Function):
@@ -253,7 +254,7 @@ def make_first(prehook: Any) -> torch.Tensor:
 
 def _make_node(number: int, prehook: Any) -> torch.Tensor:
     with torch.enable_grad(), torch.inference_mode(False):
-        token = torch.zeros((), requires_grad=True).clone()
+        token = torch.zeros((), device="cpu", requires_grad=True).clone()
     node: Any = token.grad_fn
     node._set_sequence_nr(number)
     node.register_prehook(prehook)
@@ -316,7 +317,9 @@ def make_recvs(
             return make_recvs(message, sent, context, tensors, came_from)
     received = []
     for place, entry in enumerate(sent):
-        tensor = _apply_recv(torch.empty(0, requires_grad=True), entry.id, message, place, context, tensors)
+        tensor = _apply_recv(
+            torch.empty(0, device="cpu", requires_grad=True), entry.id, message, place, context, tensors
+        )
         tensor.grad_fn._set_sequence_nr(_SOON)
         if came_from is not None:
             tensor.grad_fn.came_from = came_from
@@ -346,6 +349,8 @@ def make_wait_for_a_while(messages: list[int], limit: float, wait: torch.Tensor)
 
 
 with torch.inference_mode(False):
-    AccumulateGrad: type = type(torch.autograd.graph.get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+    AccumulateGrad: type = type(
+        torch.autograd.graph.get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node
+    )
 RecvNode: type = Recv._backward_cls
 CheckpointNode: type = CheckpointFunction._backward_cls

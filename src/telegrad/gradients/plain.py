@@ -26,11 +26,13 @@ from ..events import logger
 from ..messages import COUNTER_BITS, Forget, Kind, LogEntry
 from ..primitives import current
 from ..primitives.interrupts import finaliser
+from . import deep
 from .context import Context, Sent
 from .host import Host, Task, tell
 from .local_graph import Graph, Node, Reach
 from .pasts import Member, Past, ids_of
 
+_AT_ONCE = 0.5e-3  # seconds
 _SOON = 20e-3  # seconds after which a sender hears of Recvs that have died, if no message went there meanwhile
 
 
@@ -97,9 +99,9 @@ class Plain(Context):
     groups: Any = msgspec.field(default_factory=weakref.WeakValueDictionary)  # Pasts of this worker's groups, by id
     # Written by finalisers, which must not lock:
     dead: deque[int] = msgspec.field(default_factory=deque)  # ids of received tensors whose Recv has died
-    to_free: deque[list[Node]] = msgspec.field(default_factory=deque)  # see Note [deep graphs] in local_graph.py
     clearing: bool = False
     clear_soon: Task | None = None
+    free_soon: Task | None = None  # frees deep graphs
     submit: Callable[[Task], None] = lambda task: task()  # has another thread run it
     name_of: Callable[[int], str] = str  # a worker's name, by its id
     # Guarded by the lock:
@@ -149,9 +151,7 @@ class Plain(Context):
         return partial(self._free, dead) if dead else None, wrong
 
     def _free(self, dead: list[Sent]) -> None:
-        """Frees Sends that were forgotten, and with the last of a message the graph behind it. Several threads may free
-        those of one message: only the last Send to go, not the last to be forgotten, lets the graph be freed from its
-        root on. See Note [deep graphs] in local_graph.py."""
+        """Frees Sends that were forgotten, and with the last of a message what is known of the graph behind it."""
         while dead:
             sent = dead.pop()
             graph, message = sent.graph, sent.message
@@ -203,11 +203,6 @@ class Plain(Context):
             self.clearing = True
             clear_soon()
 
-    def free_later(self, nodes: list[Node]) -> None:
-        """Has nodes freed soon, the last one first. From finalisers."""
-        self.to_free.append(nodes)
-        self.note()
-
     def _sort_locked(self) -> None:
         while self.dead:
             id = self.dead.popleft()
@@ -231,13 +226,11 @@ class Plain(Context):
         """Tells the senders of what has died, from now on."""
         self.submit, self.name_of = host.submit, host.name_of
         self.clear_soon = host.later(_SOON, partial(self._clear, host))
+        self.free_soon = host.later(_AT_ONCE, deep.free)
+        deep.add_wake(self.free_soon)
 
     def _clear(self, host: Host) -> None:
         self.clearing = False
-        while self.to_free:
-            nodes = self.to_free.popleft()
-            while nodes:
-                nodes.pop()
         with self.lock:
             self._sort_locked()
             told, self.to_forget = self.to_forget, {}
@@ -253,6 +246,9 @@ class Plain(Context):
         """Ends with the worker."""
         # A tensor that is kept must not keep the worker.
         self.clear_soon, self.submit, self.name_of = None, lambda task: task(), str
+        if (free_soon := self.free_soon) is not None:
+            self.free_soon = None
+            deep.remove_wake(free_soon)
         with self.lock:
             dead = list(self.sends.values())
             self.sends.clear()

@@ -16,7 +16,7 @@ from . import nodes
 from .contexts import Sent
 from .local_graph import Node
 
-_LIMITS = (10.0, 0.1)  # seconds; the last one waits first
+_LIMITS = (30.0, 3.0, 0.3)  # seconds; the last one waits first
 
 
 def make_waits(
