@@ -27,8 +27,8 @@ PICKED = (1 << 32) // 1024
 _LONGEST = 10.0  # seconds until a thread that frees is between two nodes
 _BREAK = "telegrad break"  # where a Break is, in the metadata of its node
 
-_to_free: deque[list[Any]] = deque()
-_freeing = allocate_lock()
+_to_free: deque[list[Any]] = deque()  # handed on by Breaks; its single operations are atomic
+_freeing = allocate_lock()  # held by the one thread that frees; never waited for, but at the end of the process
 _is_over = False  # the process ends
 # Called when there is something to free: each has free() called soon, on another thread. Replaced as a whole.
 _wakes: tuple[Callable[[], object], ...] = ()

@@ -43,33 +43,22 @@ def free_references() -> tuple[int, int] | None:
     """Measures the counts of a gradient that only the engine holds; None if they are not to be relied on. Never inside
     of an engine call."""
     kept: list[Any] = []
-    beacon = nodes.make_beacon()
+    beacon, one = nodes.make_beacon(), torch.ones((), device="cpu")
 
     def measure(function: Callable[[torch.Tensor], torch.Tensor], *, keep: bool = False) -> tuple[int, int]:
-        (received,) = nodes.make_recvs(1, [LogEntry(1, 0, ())], 0, [torch.zeros(1, device="cpu")])
+        (received,) = nodes.make_recvs(1, [LogEntry(1, 0, ())], 0, [one.new_zeros(1)])
         loss, probe = function(received), _Probe()
         if keep:
             loss.grad_fn.register_hook(lambda inputs, outputs: kept.append(inputs))  # type: ignore[union-attr]
         nodes.starting(probe)  # type: ignore[arg-type]
         try:
-            run_backward(
-                (beacon, loss),
-                (torch.ones((), device="cpu"), torch.ones(1, device="cpu")),
-                False,
-                False,
-                (),
-                True,
-                True,
-            )
+            run_backward((beacon, loss), (one, one.new_ones(1)), False, False, (), True, True)
         finally:
             nodes.ended(probe)  # type: ignore[arg-type]
         return probe.found
 
     with torch.enable_grad(), torch.inference_mode(False):
         free = measure(lambda x: x * 2)
-        held = (
-            measure(lambda x: x * 2, keep=True),
-            measure(lambda x: x + torch.zeros(1, device="cpu", requires_grad=True)),
-        )
+        held = (measure(lambda x: x * 2, keep=True), measure(lambda x: x + one.new_zeros(1).requires_grad_()))
         is_reliable = free == measure(lambda x: x * 2) and free not in held
     return free if is_reliable else None

@@ -1,9 +1,9 @@
 """A look at what the roots of a backward() lead to, before anything of it runs.
 
-torch walks a graph in C++ when an engine call begins, much faster than Python could; and a deep graph that Python has
-walked overflows the stack when torch frees it (see tests/test_torch_facts.py). So after the first few nodes torch is
-asked, by a node that runs first in an engine call: which of the received tensors are in its graph? If one is, the node
-raises, and nothing else of the call is run. If none is,
+torch walks a graph in C++ when an engine call begins, much faster than Python could, and a graph that Python has not
+walked over is freed as torch does best (see deep.py). So after the first few nodes torch is asked, by a node that runs
+first in an engine call: which of the received tensors are in its graph? If one is, the node raises, and nothing else of
+the call is run. If none is,
 
     run_unless_received   the call goes on, and is the backward() itself
     find_received_among   nothing else was to run: for calls that have `inputs`, or nodes on devices, which torch runs
