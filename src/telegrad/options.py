@@ -69,8 +69,8 @@ class Options:
     limit. A worker that computes for longer is waited for, and named in the log."""
 
     spin: float = 300e-6
-    """How long a thread that expects a message polls before it sleeps. Waking an idle core costs more
-    than most messages; 0 never spins."""
+    """How long a thread that expects a message polls before it sleeps; three and a half times as long once tensors on
+    devices come and go, which takes longer. Waking an idle core costs more than most messages; 0 never spins."""
     idle_thread_timeout: float = 5.0
     """A thread that had nothing to do for this long ends (one always stays)."""
 

@@ -75,6 +75,26 @@ def test_a_thread_that_has_its_core_spins_each_time(spinner):
     spinner.run(program)
 
 
+def test_beside_devices_a_thread_spins_for_longer_and_where_messages_are_further_apart(spinner):
+    def program() -> None:
+        def lingers_after_2_ms() -> bool:
+            for _ in range(2):
+                spinner.world.now += 2e-3
+                spinner.world.readable.add(spinner.connection.fd)
+                spinner.lease.wait(0)
+                spinner.world.readable.clear()
+            return spinner.lease.linger > 0
+
+        assert not lingers_after_2_ms()
+        for _ in range(2):  # the second time changes nothing
+            spinner.lease.expect_devices()
+        assert spinner.spins()
+        assert 500 < spinner.looks < 550
+        assert lingers_after_2_ms()
+
+    spinner.run(program)
+
+
 def test_one_that_is_disturbed_now_and_then_goes_on(spinner):
     """The system has work of its own."""
 

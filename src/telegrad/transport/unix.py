@@ -155,6 +155,7 @@ class UnixConnection(StreamConnection):
             # Two threads may come here at once: the first one's stays.
             lane = DeviceLane(CUDA, self.peer.name, self.peer.pid, self._device_limit)
             lane = self.__dict__.setdefault("device_lane", lane)
+            self.lease.expect_devices()
             if self._aborted:  # meanwhile: abort() may not have seen it
                 lane.close()
         return self.device_lane
