@@ -1,6 +1,6 @@
 """Runs tests of PyTorch's own suites on telegrad, each in ranks that are forked from this process.
 
-Started by running.py. Reads what to run, one test in a line of JSON, and answers each with another. This process
+Started by test_upstream.py. Reads what to run, one test in a line of JSON, and answers each with another. This process
 is warm: it has imported torch and the suites, and runs nothing itself, so a test needs no more than its ranks need.
 """
 
@@ -13,9 +13,6 @@ import sys
 import time
 import unittest
 from typing import Any
-
-# To have CUDA count its devices would initialise it, and then its forks could not use it.
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import torch
 
