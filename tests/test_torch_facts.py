@@ -171,6 +171,22 @@ def test_a_class_of_nodes_takes_another_name() -> None:
     assert isinstance(CheckpointFunction._backward_cls, type)  # type: ignore[attr-defined]
 
 
+def test_of_nodes_with_the_highest_number_the_one_that_was_ready_first_runs_first() -> None:
+    """So the Beacon, a node with that number and the first start, comes before any leaf."""
+    leaves = [torch.zeros((), requires_grad=True) for _ in range(6)]
+    nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+    beacon = torch.zeros((), requires_grad=True).clone()
+    nodes.insert(0, beacon.grad_fn)
+    nodes[0]._set_sequence_nr(2**64 - 1)
+    assert {node._sequence_nr() for node in nodes} == {2**64 - 1}
+    order: list[int] = []
+    for number, node in enumerate(nodes):
+        node.register_prehook(lambda gradients, number=number: order.append(number))
+    torch.autograd.backward([beacon, *leaves], [torch.ones(())] * 7)
+    assert order[0] == 0
+    assert sorted(order) == list(range(7))
+
+
 def test_the_engine_runs_nodes_by_their_sequence_numbers() -> None:
     """The highest first, whatever the order in which they were made."""
     order: list[str] = []

@@ -1,4 +1,5 @@
-"""Tests that need a CUDA device. Without one they are skipped."""
+"""Tests that need a CUDA device. Without one they are skipped, but for those that run on the device of
+tests/gradients/twin.py, too: tests/gradients/test_beside_devices.py starts these."""
 
 from __future__ import annotations
 
@@ -6,16 +7,27 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from device import DEVICE
 
 import telegrad
 
-if not torch.cuda.is_available():
+if DEVICE == "cuda" and not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> None:
     """CUDA opens files and starts threads as it likes."""
+
+
+@pytest.fixture(scope="session")
+def server(server: telegrad.ForkServer) -> Iterator[telegrad.ForkServer]:
+    """Forks workers that have the device."""
+    if DEVICE == "cuda":
+        yield server
+        return
+    with telegrad.ForkServer(preload=[DEVICE]) as own:
+        yield own
 
 
 @pytest.fixture(scope="module", params=["inproc", "unix", "tcp"])

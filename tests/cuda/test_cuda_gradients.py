@@ -1,10 +1,15 @@
-"""Gradients of tensors on a CUDA device, beside some on the CPU. torch's engine runs a device's nodes on a thread of
+"""Gradients of tensors on a device, beside some on the CPU. torch's engine runs a device's nodes on a thread of
 its own: they may come before, between and after what the pass's own thread does."""
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 import torch
+from device import DEVICE
+from torch.utils.checkpoint import checkpoint
 
 from telegrad import autograd, rpc
 from telegrad.primitives import current
@@ -18,12 +23,12 @@ _weights: dict[str, torch.Tensor] = {}  # by worker
 def weight(worker: str | None = None) -> torch.Tensor:
     worker = worker or rpc.get_worker_info().name
     if worker not in _weights:
-        _weights[worker] = torch.linspace(-1, 1, 8, device="cuda", dtype=torch.float64).requires_grad_()
+        _weights[worker] = torch.linspace(-1, 1, 8, device=DEVICE, dtype=torch.float64).requires_grad_()
     return _weights[worker]
 
 
 def layer(x: torch.Tensor, worker: str | None = None) -> torch.Tensor:
-    return (x.to("cuda") * weight(worker)).sin()
+    return (x.to(DEVICE) * weight(worker)).sin()
 
 
 def layer_to_cpu(x: torch.Tensor, worker: str | None = None) -> torch.Tensor:
@@ -31,12 +36,12 @@ def layer_to_cpu(x: torch.Tensor, worker: str | None = None) -> torch.Tensor:
 
 
 def layer_at_b(x: torch.Tensor) -> torch.Tensor:
-    return rpc.rpc_sync("b", layer, args=(x.cuda(),)) * 3
+    return rpc.rpc_sync("b", layer, args=(x.to(DEVICE),)) * 3
 
 
 def both(x: torch.Tensor, y: torch.Tensor, worker: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """One tensor on each: their gradients come from two threads."""
-    return layer(x, worker) * y.cuda(), (y * 2 + layer(x, worker).cpu()).cos()
+    return layer(x, worker) * y.to(DEVICE), (y * 2 + layer(x, worker).cpu()).cos()
 
 
 def gradient_of_weight(context_id: int) -> torch.Tensor | None:
@@ -45,7 +50,7 @@ def gradient_of_weight(context_id: int) -> torch.Tensor | None:
 
 @pytest.fixture
 def x() -> torch.Tensor:
-    return torch.arange(8.0, device="cuda", dtype=torch.float64).requires_grad_()
+    return torch.arange(8.0, device=DEVICE, dtype=torch.float64).requires_grad_()
 
 
 @pytest.fixture
@@ -130,3 +135,93 @@ def failing_layer(x: torch.Tensor) -> torch.Tensor:
     y = layer(x)
     y.register_hook(hook)
     return y
+
+
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def test_an_error_on_a_device_while_the_root_waits(x: torch.Tensor) -> None:
+    """The gradients that the root waits for do not come any more: the pass ends soon all the same."""
+    began = time.monotonic()
+    with autograd.context() as context_id, pytest.raises(RuntimeError, match="this hook fails"):
+        loss = failing_layer(rpc.rpc_sync("a", same, args=(x * 2,))).sum()
+        autograd.backward(context_id, [loss], timeout=PATIENCE)
+    assert time.monotonic() - began < PATIENCE / 2
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_leaf_of_the_cpus_that_is_ready_before_the_engine_call_has_begun(hooked: bool) -> None:
+    """Its gradient comes from the thread of the device, and belongs to the pass from the first on."""
+    for _ in range(50):
+        x = torch.ones(3, requires_grad=True)
+        leaf = torch.full((3,), 2.0, requires_grad=True)
+        if hooked:
+            leaf.register_post_accumulate_grad_hook(lambda leaf: None)
+        with autograd.context() as context_id:
+            y = rpc.rpc_sync("a", same, args=(x,))
+            autograd.backward(context_id, [(y.to(DEVICE) + leaf.to(DEVICE)).sum()], timeout=PATIENCE)
+            found = autograd.get_gradients(context_id)
+            assert found[leaf].tolist() == found[x].tolist() == [1.0] * 3
+        assert leaf.grad is None
+
+
+def checkpointed(x: torch.Tensor, device: str) -> torch.Tensor:
+    """A reentrant checkpoint inside of another; in each a leaf, on this device."""
+
+    def inner(h: torch.Tensor) -> torch.Tensor:
+        return h * _leaf(device, 3.0).to(h.device)
+
+    def outer(h: torch.Tensor) -> torch.Tensor:
+        return checkpoint(inner, h * _leaf(device, 2.0).to(h.device), use_reentrant=True)
+
+    return checkpoint(outer, x, use_reentrant=True)
+
+
+_leaves: dict[tuple[str, float], torch.Tensor] = {}
+
+
+def _leaf(device: str, value: float) -> torch.Tensor:
+    return _leaves.setdefault((device, value), torch.tensor(value, device=device, requires_grad=True))
+
+
+def gradients_of_leaves(context_id: int, device: str) -> list[float]:
+    found = autograd.get_gradients(context_id)
+    return [found[_leaf(device, value)].item() for value in (2.0, 3.0)]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+@pytest.mark.parametrize("of_x", ["cpu", DEVICE])
+def test_leaves_inside_of_reentrant_checkpoints(of_x: str, device: str) -> None:
+    """They run on the thread of their device, which may be another than the checkpoint's."""
+    x = torch.ones(4, device=of_x, requires_grad=True)
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync("a", checkpointed, args=(x, device)).sum()
+        autograd.backward(context_id, [loss])
+        assert autograd.get_gradients(context_id)[x].tolist() == [6.0] * 4
+        assert rpc.rpc_sync("a", gradients_of_leaves, args=(context_id, device)) == [12.0, 8.0]
+
+
+class Nothing(torch.autograd.Function):
+    """Two in, two out; the gradient of the first is None, so that the CPU runs what is behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        torch.cuda.synchronize()
+        return None, gradient
+
+
+def test_a_gradient_of_none_on_a_device() -> None:
+    """A node that gets None is run by the CPU's thread, which may wait for what depends on it."""
+    x = torch.ones(4, device=DEVICE, requires_grad=True)
+    with autograd.context() as context_id:
+        first = rpc.rpc_sync("a", same, args=(x,))
+        second = rpc.rpc_sync("a", same, args=(first * 2,))
+        loss = Nothing.apply(second.sin(), x * 3).sum()
+        autograd.backward(context_id, [loss], timeout=PATIENCE)
+        assert autograd.get_gradients(context_id)[x].tolist() == [3.0] * 4

@@ -1,4 +1,4 @@
-"""Plain backward() with tensors on a GPU, and beside it on the CPU."""
+"""Plain backward() with tensors on a device, and beside it on the CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from device import DEVICE, delay, on_side_stream
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,11 +21,6 @@ pytestmark = pytest.mark.usefixtures("cluster")
 SIZES = [16, 1 << 20]  # elements: in the message, and beside it
 
 
-def delay() -> None:
-    """Keeps the current stream busy for some milliseconds."""
-    torch.cuda._sleep(10_000_000)
-
-
 def times(x: torch.Tensor, factor: float, device: str) -> torch.Tensor:
     """Computes on a device, and gives the result back there."""
     delay()
@@ -32,27 +28,24 @@ def times(x: torch.Tensor, factor: float, device: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("devices", [("cuda", "cuda"), ("cpu", "cuda"), ("cuda", "cpu")])
+@pytest.mark.parametrize("devices", [(DEVICE, DEVICE), ("cpu", DEVICE), (DEVICE, "cpu")])
 def test_a_plain_backward(size: int, devices: tuple[str, str]) -> None:
     for _ in range(4):
-        x = torch.ones(size, device="cuda", requires_grad=True)
+        x = torch.ones(size, device=DEVICE, requires_grad=True)
         y = rpc.rpc_sync("a", times, args=(x, 2.0, devices[0]))
-        z = rpc.rpc_sync("b", times, args=(y.sin().to("cuda"), 3.0, devices[1]))
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        z = rpc.rpc_sync("b", times, args=(y.sin().to(DEVICE), 3.0, devices[1]))
+        with on_side_stream():
             delay()
-            loss = (z.to("cuda") * x).sum()
+            loss = (z.to(DEVICE) * x).sum()
             loss.backward()
-        torch.cuda.current_stream().wait_stream(side)
-        local = torch.ones(size, device="cuda", requires_grad=True)
+        local = torch.ones(size, device=DEVICE, requires_grad=True)
         ((local * 2).sin() * 3 * local).sum().backward()
         torch.testing.assert_close(x.grad, local.grad)
 
 
 def test_grad_and_a_second_order() -> None:
-    x = torch.full((4,), 0.5, device="cuda", requires_grad=True)
-    y = rpc.rpc_sync("a", times, args=(x, 2.0, "cuda")).sin()
+    x = torch.full((4,), 0.5, device=DEVICE, requires_grad=True)
+    y = rpc.rpc_sync("a", times, args=(x, 2.0, DEVICE)).sin()
     (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     torch.testing.assert_close(first, 2 * torch.cos(2 * x))
     (second,) = torch.autograd.grad(first.sum(), x)
@@ -63,9 +56,9 @@ def test_grad_and_a_second_order() -> None:
 def test_four_threads_at_once() -> None:
     def run(seed: int) -> None:
         try:
-            for device in ("cuda", "cpu") * 4:
+            for device in (DEVICE, "cpu") * 4:
                 x = torch.full((100,), float(seed), device=device, requires_grad=True)
-                rpc.rpc_sync("a", times, args=(x, 2.0, "cuda")).to(device).mul(x).sum().backward()
+                rpc.rpc_sync("a", times, args=(x, 2.0, DEVICE)).to(device).mul(x).sum().backward()
                 torch.testing.assert_close(x.grad, 4 * x.detach())
             done.append(seed)
         except BaseException as error:
@@ -81,7 +74,7 @@ def test_four_threads_at_once() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("devices", [("cpu", "cuda"), ("cuda", "cpu")])
+@pytest.mark.parametrize("devices", [("cpu", DEVICE), (DEVICE, "cpu")])
 def test_a_checkpoint_that_goes_to_another_device(devices: tuple[str, str], reentrant: bool) -> None:
     """On the root, behind one call and in front of another."""
     outside, inside = devices
@@ -115,14 +108,16 @@ class Part(nn.Sequential):
 @pytest.mark.parametrize("scales", [False, True])
 def test_ten_steps_over_remote_modules(scales: bool) -> None:
     torch.manual_seed(1)
-    local = nn.Sequential(Part(), nn.Linear(16, 16), Part()).cuda()
-    model = nn.Sequential(RemoteModule("a/cuda:0", Part), nn.Linear(16, 16).cuda(), RemoteModule("b/cuda:0", Part))
+    local = nn.Sequential(Part(), nn.Linear(16, 16), Part()).to(DEVICE)
+    model = nn.Sequential(
+        RemoteModule(f"a/{DEVICE}:0", Part), nn.Linear(16, 16).to(DEVICE), RemoteModule(f"b/{DEVICE}:0", Part)
+    )
     model.load_state_dict(local.state_dict())
     ours = DistributedOptimizer(torch.optim.AdamW, model.parameters(), lr=1e-2)
-    scaler, torchs = GradScaler("cuda", enabled=scales), torch.amp.GradScaler("cuda", enabled=scales)
+    scaler, torchs = GradScaler(DEVICE, enabled=scales), torch.amp.GradScaler(DEVICE, enabled=scales)
     theirs = torch.optim.AdamW(local.parameters(), lr=1e-2)
     for step in range(10):
-        x = torch.randn(8, 16, device="cuda")
+        x = torch.randn(8, 16, device=DEVICE)
         for a_model, optimizer, a_scaler, clip in (
             (model, ours, scaler, clip_grad_norm_),
             (local, theirs, torchs, nn.utils.clip_grad_norm_),
@@ -138,4 +133,4 @@ def test_ten_steps_over_remote_modules(scales: bool) -> None:
             optimizer.zero_grad()
     assert scaler.get_scale() == torchs.get_scale()
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(value.cuda(), local.state_dict()[name])
+        torch.testing.assert_close(value.to(DEVICE), local.state_dict()[name])

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from telegrad import autograd, functions, rpc
 
@@ -203,64 +202,3 @@ def test_during_capture_a_call_says_so() -> None:
     with pytest.raises(Exception, match=r"captur"), torch.cuda.graph(graph):
         rpc.rpc_sync("a", same, args=(x,))
     assert torch.equal(rpc.rpc_sync("a", same, args=(x,)), x)
-
-
-def checkpointed(x: torch.Tensor, device: str) -> torch.Tensor:
-    """A reentrant checkpoint inside of another; in each a leaf, on this device."""
-
-    def inner(h: torch.Tensor) -> torch.Tensor:
-        return h * _leaf(device, 3.0).to(h.device)
-
-    def outer(h: torch.Tensor) -> torch.Tensor:
-        return checkpoint(inner, h * _leaf(device, 2.0).to(h.device), use_reentrant=True)
-
-    return checkpoint(outer, x, use_reentrant=True)
-
-
-_leaves: dict[tuple[str, float], torch.Tensor] = {}
-
-
-def _leaf(device: str, value: float) -> torch.Tensor:
-    return _leaves.setdefault((device, value), torch.tensor(value, device=device, requires_grad=True))
-
-
-def gradients_of_leaves(context_id: int, device: str) -> list[float]:
-    found = autograd.get_gradients(context_id)
-    return [found[_leaf(device, value)].item() for value in (2.0, 3.0)]
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("of_x", ["cpu", "cuda"])
-def test_leaves_inside_of_reentrant_checkpoints(of_x: str, device: str) -> None:
-    """They run on the thread of their device, which may be another than the checkpoint's."""
-    x = torch.ones(4, device=of_x, requires_grad=True)
-    with autograd.context() as context_id:
-        loss = rpc.rpc_sync("a", checkpointed, args=(x, device)).sum()
-        autograd.backward(context_id, [loss])
-        assert autograd.get_gradients(context_id)[x].tolist() == [6.0] * 4
-        assert rpc.rpc_sync("a", gradients_of_leaves, args=(context_id, device)) == [12.0, 8.0]
-
-
-class Nothing(torch.autograd.Function):
-    """Two in, two out; the gradient of the first is None, so that the CPU runs what is behind it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        torch.cuda.synchronize()
-        return None, gradient
-
-
-def test_a_gradient_of_none_on_a_device(cluster: Any) -> None:
-    """A node that gets None is run by the CPU's thread, which may wait for what depends on it."""
-    x = torch.ones(4, device="cuda", requires_grad=True)
-    with autograd.context() as context_id:
-        first = rpc.rpc_sync("a", same, args=(x,))
-        second = rpc.rpc_sync("a", same, args=(first * 2,))
-        loss = Nothing.apply(second.sin(), x * 3).sum()
-        autograd.backward(context_id, [loss], timeout=PATIENCE)
-        assert autograd.get_gradients(context_id)[x].tolist() == [3.0] * 4

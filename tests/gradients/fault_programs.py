@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import os
 import signal
 import threading
@@ -146,8 +147,10 @@ def _with_fault(fault: Fault, x: Tensor, leaf: Tensor) -> Tensor:
     def act(*_: object) -> None:
         fault.action(fault.place)
 
+    runs = itertools.count()
+
     def in_recomputation(x: Tensor) -> Tensor:
-        if torch._C._current_graph_task_id() >= 0:
+        if next(runs):
             act()
         return x.sin()
 

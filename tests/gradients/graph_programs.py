@@ -28,7 +28,10 @@ SIZE = 3  # of every vector
 ROWS = 4  # of a table of vectors
 
 # The devices that leaves lie on in turn, and that some operations move tensors between: "cpu,cuda". Empty: the CPU.
+# "twin" is a device for tests, without a GPU: see twin.py.
 DEVICES = tuple(filter(None, os.environ.get("TELEGRAD_GRAPH_DEVICES", "").split(",")))
+if "twin" in DEVICES:
+    import twin  # noqa: F401
 # Whether each worker computes on a stream of its own.
 STREAMS = bool(os.environ.get("TELEGRAD_GRAPH_STREAMS"))
 
@@ -380,7 +383,7 @@ class Place:
         value = torch.tensor([math.sin(1 + number + 2.3 * i) for i in range(count)], dtype=torch.float64)
         if leaf.kind == "table":
             value = value.view(ROWS, SIZE)
-        if DEVICES:
+        if DEVICES and not ("twin" in DEVICES and leaf.kind == "table"):  # which has no sparse tensors
             value = value.to(DEVICES[number % len(DEVICES)])
         if leaf.kind == "module":
             self.modules[number] = module = Scaled(value)

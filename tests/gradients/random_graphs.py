@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from graph_maker import MOST_WORKERS, make_program
-from graph_programs import Call, Place, Program, pack, unpack
+from graph_programs import DEVICES, Call, Place, Program, pack, unpack
 from graph_reference import Outcome, ask, run_locally
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -193,6 +193,10 @@ class Party:
         self._rng.seed(seed)
         self._delays = self._rng.random() < self._disturb
         sys.setswitchinterval(self._rng.choice((1e-5, 1e-3)) if self._delays else self._switch_interval)
+        if "twin" in DEVICES:
+            import twin
+
+            twin.set_delay(self._rng.choice((0, 0, 0, 100, 1000)))
         try:
             with torch.autograd.set_detect_anomaly(program.anomaly), wire.open:
                 wire.nest()
@@ -459,7 +463,9 @@ def main() -> int:
     parser.add_argument("count", type=int, nargs="?", default=5_000, help="how many graphs (default: 5,000)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the seed of the first (default: 0)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="at once (default: one per CPU)")
-    parser.add_argument("--devices", default="", metavar="NAMES", help='of leaves, in turn, such as "cpu,cuda"')
+    parser.add_argument(
+        "--devices", default="", metavar="NAMES", help='of leaves, in turn, such as "cpu,cuda" or "cpu,twin"'
+    )
     parser.add_argument("--streams", action="store_true", help="each worker computes on a stream of its own")
     parser.add_argument("--plain", action="store_true", help="without contexts, by torch's own backward()")
     given = parser.parse_args()

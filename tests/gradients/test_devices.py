@@ -54,13 +54,13 @@ def test_a_shared_node_is_looked_at_once() -> None:
     assert mix_of([deep]) is Mix.NO_DEVICE
 
 
-def slow_double(x: torch.Tensor) -> torch.Tensor:
+def slow_double(x: torch.Tensor, seconds: float = 0.02) -> torch.Tensor:
     y = x * 2
 
     def slow(gradient: torch.Tensor) -> torch.Tensor:
         import time
 
-        time.sleep(0.02)  # longer than the first wait
+        time.sleep(seconds)  # longer than the first wait
         return gradient
 
     y.register_hook(slow)
@@ -97,6 +97,24 @@ def test_a_pass_with_nothing_for_the_cpu_is_not_pumped_soon(monkeypatch: pytest.
         rpc.rpc_sync("a", slow_double, args=(x.sin(),)).sum().backward()
     torch.testing.assert_close(x.grad, 2 * x.detach().cos())
     assert bool(pumped) == (mix is Mix.BOTH)
+
+
+def test_pumps_leave_the_device_time_for_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pump comes before all else on the thread of the device, and where that is slow, so is the pump."""
+    pumped = []
+
+    def pump() -> None:
+        pumped.append(None)
+        threading.Event().wait(0.005)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(devices, "mix_of", lambda starts: Mix.BOTH)
+    monkeypatch.setattr(devices, "pump", pump)
+    with telegrad.LocalCluster(["a"], transport="inproc"):
+        x = torch.arange(3.0, requires_grad=True)
+        rpc.rpc_sync("a", slow_double, args=(x.sin(), 0.3)).sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach().cos())
+    assert 1 <= len(pumped) < 25  # 50 of them were half of the time
 
 
 def test_a_pass_in_inference_mode_beside_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from .pasts import Member
 from .waits import make_waits
 
 _DEVICE_POLL, _RARE_DEVICE_POLL = 1e-3, 20e-3  # seconds
+_PUMP_PAUSE = 10  # times as long as the last pump took
 _ONE = torch.ones((), device="cpu")  # the gradient of tokens
 _BEACON = nodes.make_beacon()
 _new_edge: Any = tuple.__new__  # that of a NamedTuple is Python code
@@ -283,7 +284,8 @@ class EngineCall:
 
     def _wait_beside_devices(self, waiter: Waiter, peer: int, deadline: float | None) -> None:
         """Waits; and lets CPU nodes run that became ready by a device's work, and would stand behind this Wait."""
-        local, pause = self._local, _DEVICE_POLL
+        local, shortest = self._local, _DEVICE_POLL
+        pause = shortest
         while not waiter.done:
             now = clock.now()
             if deadline is not None and now >= deadline:
@@ -300,10 +302,13 @@ class EngineCall:
             if self._mix is devices.Mix.NO_DEVICE:
                 self._host.wait(waiter, peer, deadline, local.turn)
                 return
-            if self._mix is devices.Mix.BOTH or pause == _RARE_DEVICE_POLL:
-                devices.pump()
-            else:
-                pause = _RARE_DEVICE_POLL
+            if self._mix is devices.Mix.DEVICE_ONLY and shortest == _DEVICE_POLL:
+                pause = shortest = _RARE_DEVICE_POLL
+                continue
+            began = clock.now()
+            devices.pump()
+            # A pump comes before all else on the device's thread. Those of all that wait must leave it time for more.
+            pause = min(max(shortest, _PUMP_PAUSE * (clock.now() - began)), _RARE_DEVICE_POLL)
 
     def _check(self, message: int) -> None:
         if self._local.interrupted:

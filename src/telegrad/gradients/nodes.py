@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from .engine_call import EngineCall
 
 # Note [sequence numbers]
-# Of all nodes that are ready the engine takes the one with the highest number first. AccumulateGrad has the highest that
-# there is, and so has the Beacon, which is ready before any other: of two that are equal the engine takes the one first
-# that has been there longer. A lower one would not do: a device's thread may have a leaf of the CPU's ready before the
-# thread of the engine call comes to the Beacon, and its gradient would not be known for the pass's.
+# Of all nodes that are ready the engine takes the one with the highest number first. AccumulateGrad has the highest
+# that there is, and so has the Beacon, which is ready before any other: of two that are equal the engine takes the one
+# first that has been there longer. A lower one would not do: a device's thread may have a leaf of the CPU's ready
+# before the thread of the engine call comes to the Beacon, and its gradient would not be known for the pass's.
 _FIRST = 2**64 - 1
 _SOON = 2**62  # of Recvs: a gradient that is there goes out before anything else is computed
 
