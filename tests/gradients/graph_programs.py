@@ -357,8 +357,8 @@ class Wire(Protocol):
 
 def mark_used(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream())
+        if not tensor.is_cpu:
+            tensor.record_stream(torch.accelerator.current_stream())
 
 
 class Place:
@@ -370,7 +370,7 @@ class Place:
         self.wire = wire
         self.leaves: dict[int, Tensor] = {}
         self.modules: dict[int, Scaled] = {}
-        self.own_stream: Any = torch.cuda.Stream() if STREAMS else None
+        self.own_stream: Any = torch.Stream(DEVICES[-1]) if STREAMS else None
         self.kept: dict[int, Tensor] = {}
         self.retained: dict[int, Tensor] = {}
         self.seen: dict[str, list[tuple[Tensor | None, ...]]] = {}  # what hooks and functions saw, by their label
@@ -432,11 +432,14 @@ class Place:
         if not STREAMS:
             yield
             return
-        outside = torch.cuda.current_stream()
+        outside = torch.accelerator.current_stream()
         self.own_stream.wait_stream(outside)
-        with torch.cuda.stream(self.own_stream):
+        torch.accelerator.set_stream(self.own_stream)
+        try:
             mark_used(tensors)
             yield
+        finally:
+            torch.accelerator.set_stream(outside)
         outside.wait_stream(self.own_stream)
 
     def clear(self) -> None:

@@ -30,7 +30,7 @@ def run(*command: str | Path) -> str:
 @pytest.mark.parametrize("mode", [(), ("--plain",)], ids=["contexts", "plain"])
 def test_random_graphs_equal_local_autograd(mode: tuple[str, ...]) -> None:
     """Leaves and operations on the CPU and on the device."""
-    said = run(random_graphs.__file__, str(GRAPHS), *mode, "--devices", "cpu,twin", "--processes", "1")
+    said = run(random_graphs.__file__, str(GRAPHS), *mode, "--devices", "cpu,twin", "--streams", "--processes", "1")
     assert f"{GRAPHS:,} graphs" in said
 
 
