@@ -13,7 +13,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 import types
 from pathlib import Path
 
@@ -32,10 +31,10 @@ def _build() -> Path:
     libraries = [f"-L{torch_files / 'lib'}", "-ltorch_cpu", "-lc10"]
     kind = f"{torch.__version__} {COMPILER} {options} {libraries}"
     name = hashlib.sha256(SOURCE.read_bytes() + kind.encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir(), f"telegrad-twin-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    built = folder / f"{name}.so"
-    with (folder / "lock").open("w") as lock:
+    folder = Path(__file__).parents[2] / "build"  # which git ignores
+    folder.mkdir(exist_ok=True)
+    built = folder / f"twin-{name}.so"
+    with (folder / "twin-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # others may be about to
         if not built.exists():
             assert COMPILER is not None, "no C++ compiler was found; set CXX to one"
