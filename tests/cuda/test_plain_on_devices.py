@@ -11,6 +11,7 @@ from device import DEVICE, delay, on_side_stream
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import telegrad
 from telegrad import rpc
 from telegrad.nn import RemoteModule
 from telegrad.nn.utils import clip_grad_norm_
@@ -98,6 +99,47 @@ def test_a_checkpoint_that_goes_to_another_device(devices: tuple[str, str], reen
             found.append((leaves[-1].grad, weight.grad))
             weight.grad = None
         torch.testing.assert_close(*found)
+
+
+@pytest.fixture
+def apart(cluster: telegrad.LocalCluster) -> None:
+    if not cluster.pids:
+        pytest.skip("workers of one process share the thread of the device, which the hook keeps")
+
+
+@pytest.mark.usefixtures("apart")
+def test_a_backward_inside_of_a_hook() -> None:
+    """The hook runs on the thread of the device, which the pass in it needs, too."""
+    for _ in range(3):
+        x, z = (torch.full((8,), value, device=DEVICE, requires_grad=True) for value in (2.0, 3.0))
+        h = rpc.rpc_sync("a", times, args=(x, 2.0, DEVICE))
+        other = rpc.rpc_sync("b", times, args=(z * z, 5.0, DEVICE)).sum()
+        h.register_hook(lambda gradient, other=other: other.backward())
+        h.sum().backward()
+        assert x.grad.tolist() == [2.0] * 8
+        assert z.grad.tolist() == [30.0] * 8
+
+
+def calls_b(x: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync("b", times, args=(x * x, 3.0, DEVICE)).sin()
+
+
+def calls_in_checkpoint(x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+    return checkpoint(calls_b, x * 1, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("here", [False, True])
+def test_a_call_inside_of_a_checkpoint(here: bool, reentrant: bool, request: pytest.FixtureRequest) -> None:
+    if reentrant:
+        request.getfixturevalue("apart")
+    for _ in range(3):
+        x = torch.full((8,), 0.5, device=DEVICE, requires_grad=True)
+        if here:
+            calls_in_checkpoint(x, reentrant).sum().backward()
+        else:
+            rpc.rpc_sync("a", calls_in_checkpoint, args=(x, reentrant)).sum().backward()
+        torch.testing.assert_close(x.grad, (3 * x * x).cos().detach() * 6 * x.detach())
 
 
 class Part(nn.Sequential):

@@ -18,6 +18,8 @@ graph without any device does not need it at all.
 While it waits for a device, torch has its thread work off what else is ready there: also the Wait of the engine call
 around it. That would wait, above the inner call on the thread's stack, for gradients that depend on the inner one. So
 beside devices the inner one has a thread of its own, for which nothing else is ready (`on_own_thread`).
+But not inside of a node that torch runs on the thread of a device (`is_thread_of_torch`): the inner one needs that very
+thread, and so runs on it, as any engine call does there. No Wait of the call around it is ready there.
 """
 
 from __future__ import annotations
@@ -149,6 +151,11 @@ def _small_graph(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torc
     with torch.enable_grad(), torch.inference_mode(False):
         leaf = torch.zeros((), device=device, requires_grad=True)
         return leaf, leaf * 1, torch.ones_like(leaf).detach()
+
+
+def is_thread_of_torch() -> bool:
+    """Says, inside of an engine call, whether this is the thread of a device: one that Python has not started."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def on_own_thread(function: Callable[[], Any]) -> Any:

@@ -38,7 +38,7 @@ from ..primitives.interrupts import (
     interruptible,
     on_signal,
 )
-from . import averaged, seam
+from . import averaged, devices, seam
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, RootInstruction
 from .contexts import Context, Contexts
 from .engine_call import LatePassError
@@ -242,7 +242,7 @@ class Engine:
                 if outbox.worker in apart:
                     self.parts.poster.begin(local, outbox)
             instructions = local.start(self._contexts)
-            if inside:
+            if inside and not devices.is_thread_of_torch():
                 # Never inside of another engine call: its thread would work off nodes of this one.
                 self.host.submit(partial(self.parts.carry_out, local, instructions))
             else:
