@@ -68,7 +68,7 @@ class ReadLease:
         self.on_readable: Callable[[], None] = self.release
         self.max_spin = spin if (os.cpu_count() or 1) > 1 else 0.0
         self._close_by = _LIVELY
-        self._has_devices = False
+        self._no_devices: list[None] = [None]  # until there are; list.pop decides which thread is first
         self._poller = poller
         self._lock = threading.Lock()  # the lease itself: guards receive() of all connections, and the five below
         self._lively = True  # the last message followed the one before it closely
@@ -184,10 +184,12 @@ class ReadLease:
 
     def expect_devices(self) -> None:
         """Spins for longer from here on: tensors on devices come and go. Any number of times, from any thread."""
-        if not self._has_devices:
-            self._has_devices = True
-            self.max_spin *= _SPIN_BESIDE_DEVICES
-            self._close_by *= _LIVELY_BESIDE_DEVICES
+        try:
+            self._no_devices.pop()
+        except IndexError:
+            return
+        self.max_spin *= _SPIN_BESIDE_DEVICES
+        self._close_by *= _LIVELY_BESIDE_DEVICES
 
     def wait(self, timeout: float | None, waiter: Waiter | None = None) -> list[Connection]:
         """The connections that have something to read. Waits up to `timeout` seconds (0: not at all, None: for ever),
