@@ -35,7 +35,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from .._torch import run_backward
-from . import deep
+from . import deep, nodes
 from .nodes import AccumulateGrad
 from .torch_modes import applied, current_modes
 
@@ -154,8 +154,11 @@ def _small_graph(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def is_thread_of_torch() -> bool:
-    """Says, inside of an engine call, whether this is the thread of a device: one that Python has not started."""
-    return isinstance(threading.current_thread(), threading._DummyThread)
+    """Says, inside of an engine call, whether this is the thread of a device. If the call is none of ours: one that
+    Python has not started."""
+    if (call := nodes.running()) is not None:
+        return call.thread != threading.get_ident()
+    return torch.cuda.is_initialized() and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def on_own_thread(function: Callable[[], Any]) -> Any:
