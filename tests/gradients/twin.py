@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
-import os
 import shutil
 import subprocess
 import types
@@ -20,7 +19,7 @@ import torch
 
 NAME = "twin"
 SOURCE = Path(__file__).with_name("twin.cpp")
-COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+COMPILER = shutil.which("g++")
 
 
 def _build() -> Path:
@@ -37,7 +36,7 @@ def _build() -> Path:
     with (folder / "twin-lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # others may be about to
         if not built.exists():
-            assert COMPILER is not None, "no C++ compiler was found; set CXX to one"
+            assert COMPILER is not None, "the device has to be compiled, and there is no g++"
             unfinished = built.with_suffix(".tmp")
             subprocess.run([COMPILER, *options, SOURCE, *libraries, "-o", unfinished], check=True, timeout=600)
             unfinished.rename(built)

@@ -5,7 +5,8 @@
     on_message       Begin, Gradients, Done, End and Release from other workers
 
 Threads that read call `on_message`: it never blocks and runs no user code. It returns what takes longer, as a task for
-another thread. The root's own part runs on the thread that has called backward(); never inside of another engine call.
+another thread. The root's own part runs on the thread that has called backward(); never inside of another engine call,
+but on the thread of a device: see Note [an engine call inside of another] in devices.py.
 """
 
 from __future__ import annotations
@@ -243,7 +244,7 @@ class Engine:
                     self.parts.poster.begin(local, outbox)
             instructions = local.start(self._contexts)
             if inside and not devices.is_thread_of_torch():
-                # Never inside of another engine call: its thread would work off nodes of this one.
+                # Not inside of another engine call: its thread would work off nodes of this one.
                 self.host.submit(partial(self.parts.carry_out, local, instructions))
             else:
                 local.on_own_thread = True
