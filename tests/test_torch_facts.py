@@ -707,3 +707,20 @@ def test_private_names_of_torch_are_said_in_one_file() -> None:
 )
 def test_how_private_names_are_found(code: str, expected: list[str]) -> None:
     assert [name for _, name in private_names(ast.parse(code))] == expected
+
+
+def test_all_hooks_of_a_node_are_in_one_dictionary_which_its_handles_know():
+    """leaves.is_unobserved() finds hooks of others by it."""
+    leaf = torch.zeros(1, requires_grad=True)
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    for register in (node.register_prehook, node.register_hook):
+        first = register(lambda *gradients: None)
+        assert len(first.hooks_dict_ref()) == 1
+        second = register(lambda *gradients: None)
+        assert len(first.hooks_dict_ref()) == len(second.hooks_dict_ref()) == 2
+        first.remove()
+        assert len(second.hooks_dict_ref()) == 1
+        second.remove()
+        third = register(lambda *gradients: None)
+        assert len(third.hooks_dict_ref()) == 1
+        third.remove()

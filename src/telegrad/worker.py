@@ -214,7 +214,10 @@ class Worker:
                     call.reading = connection.lease.try_take()
                 nbytes = connection.write(packed, timeout, call.stop_reading)
         except BaseException as error:
-            if not isinstance(error, HandedOverError):
+            if isinstance(error, HandedOverError):
+                if envelope.placed and lane is not None:
+                    lane.fill(envelope.placed)
+            else:
                 self.attach.not_written(envelope, connection.peer.id)
                 if envelope.lent or envelope.dropped:
                     self.references.not_written(envelope, connection.peer.id)
@@ -225,6 +228,8 @@ class Worker:
             if self.events.subscribers:
                 report(self.events, "send", "failed", envelope, connection, detail=repr(error))
             raise
+        if envelope.placed and lane is not None:
+            lane.fill(envelope.placed)  # only now: the peer wakes and decodes meanwhile
         if context is not None and envelope.autograd and not self.attach.written(envelope, connection):
             self.engine.tell_released(connection.peer.id, context.id)
         if self.events.subscribers:

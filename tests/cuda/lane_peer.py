@@ -45,6 +45,16 @@ def janitor_is_idle() -> bool:
     return janitor._thread is None and not janitor._jobs
 
 
+def put(lane: DeviceLane, tensor: torch.Tensor, placed: list[Placed]) -> bool:
+    """As if a message with this tensor alone had been written."""
+    into: list[Placed] = []
+    if not lane.reserve(tensor, into):
+        return False
+    lane.fill(into)
+    placed += into
+    return True
+
+
 class Peer:
     """Its methods are the commands; each returns what goes back through the pipe."""
 
@@ -63,7 +73,7 @@ class Peer:
         return encoded(self.lane, [])
 
     def offer(self) -> bytes:
-        assert not self.lane.put(torch.ones(1, device=GPU), [])
+        assert not put(self.lane, torch.ones(1, device=GPU), [])
         return encoded(self.lane, [])
 
     def echo(self, data: bytes, busy_for: float = 0.0, side: bool = False) -> bytes:
@@ -80,7 +90,7 @@ class Peer:
             if busy_for:
                 busy(busy_for)
             tensor += 1
-            while not self.lane.put(tensor, placed):
+            while not put(self.lane, tensor, placed):
                 time.sleep(1e-3)
         return encoded(self.lane, placed)
 
@@ -109,7 +119,7 @@ class Peer:
         busy(busy_for)
         tensor.fill_(value)
         placed: list[Placed] = []
-        assert self.lane.put(tensor, placed)
+        assert put(self.lane, tensor, placed)
         tensor.zero_()
         return encoded(self.lane, placed)
 

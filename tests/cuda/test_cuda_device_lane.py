@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from lane_peer import GPU, LIMIT, MIB, busy, decoded, encoded, janitor_is_idle, main
+from lane_peer import GPU, LIMIT, MIB, busy, decoded, encoded, janitor_is_idle, main, put
 
 from telegrad.errors import ConnectionClosedError, EncodeError
 from telegrad.messages import Placed
@@ -62,7 +62,7 @@ class Ends:
         """In both directions."""
         self.ask("use_cuda")
         self.lane.heard(decoded(self.ask("offer")).lane)
-        assert not self.lane.put(torch.ones(1, device=GPU), [])
+        assert not put(self.lane, torch.ones(1, device=GPU), [])
         for _ in range(1000):
             self.lane.heard(decoded(self.ask("talk", encoded(self.lane, []))).lane)
             if (self.lane._accepted or self.lane._refused) and not self.lane._offers:
@@ -76,7 +76,7 @@ class Ends:
         placed: list[Placed] = []
         for tensor in tensors:
             deadline = time.monotonic() + PATIENCE
-            while not self.lane.put(tensor, placed):
+            while not put(self.lane, tensor, placed):
                 assert time.monotonic() < deadline
                 time.sleep(1e-3)
         return encoded(self.lane, placed)
@@ -274,14 +274,14 @@ def test_expandable_segments() -> None:
 def test_a_peer_that_does_not_use_cuda_says_nothing() -> None:
     ends = Ends(CUDA_VISIBLE_DEVICES="")
     for _ in range(3):
-        assert not ends.lane.put(torch.ones(1, device=GPU), [])
+        assert not put(ends.lane, torch.ones(1, device=GPU), [])
         assert decoded(ends.ask("talk", encoded(ends.lane, []))).lane == ()
     ends.close()
 
 
 def test_two_workers_of_one_process_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     one, other = (DeviceLane(CUDA, name, os.getpid(), LIMIT) for name in ("other", "one"))
-    assert not one.put(torch.ones(1, device=GPU), [])
+    assert not put(one, torch.ones(1, device=GPU), [])
     other.heard(one.to_say())
     eventually(lambda: bool(one.heard(other.to_say()) or one._refused or one._accepted))
     assert one._refused
@@ -300,7 +300,7 @@ def test_capture_of_a_graph(shared: Ends) -> None:
     messages: list[bytes] = []
     with torch.cuda.graph(graph):
         with pytest.raises(EncodeError, match="while a CUDA graph is captured"):
-            shared.lane.put(tensor, [])
+            put(shared.lane, tensor, [])
         # Another thread goes on, and the capture does, too; though memory is allocated for a size that is new.
         other = threading.Thread(target=lambda: messages.append(shared.put(large)))
         other.start()
@@ -316,7 +316,7 @@ def test_capture_of_a_graph(shared: Ends) -> None:
 def test_no_memory_goes_by_the_host(shared: Ends) -> None:
     free = torch.cuda.mem_get_info()[0]
     hog = torch.empty(free - 256 * MIB, dtype=torch.uint8, device=GPU)
-    assert not shared.lane.put(hog[: 300 * MIB], [])
+    assert not put(shared.lane, hog[: 300 * MIB], [])
     assert shared.lane._pools[0]._no_memory_until > 0  # not the limit
     del hog
     torch.cuda.empty_cache()

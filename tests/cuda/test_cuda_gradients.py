@@ -12,6 +12,7 @@ from device import DEVICE
 from torch.utils.checkpoint import checkpoint
 
 from telegrad import autograd, rpc
+from telegrad.gradients import leaves
 from telegrad.primitives import current
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -225,3 +226,107 @@ def test_a_gradient_of_none_on_a_device() -> None:
         loss = Nothing.apply(second.sin(), x * 3).sum()
         autograd.backward(context_id, [loss], timeout=PATIENCE)
         assert autograd.get_gradients(context_id)[x].tolist() == [3.0] * 4
+
+
+def pass_of(leaf: torch.Tensor, *, also_here: bool) -> torch.Tensor:
+    with autograd.context() as context_id:
+        loss = (rpc.rpc_sync("a", layer, args=(leaf,)) * rpc.rpc_sync("b", layer, args=(leaf,))).sum()
+        if also_here:
+            loss = loss + leaf.cos().sum()
+        autograd.backward(context_id, [loss], timeout=PATIENCE)
+        return autograd.get_gradients(context_id)[leaf]
+
+
+def local_pass_of(leaf: torch.Tensor, *, also_here: bool) -> torch.Tensor:
+    loss = (layer(leaf, "wanted a") * layer(leaf, "wanted b")).sum()
+    (found,) = torch.autograd.grad(loss + leaf.cos().sum() if also_here else loss, [leaf])
+    return found
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Leaves whose gradients have gone past their nodes."""
+    found: list[torch.Tensor] = []
+    keep = leaves.Capture.keep
+
+    def note(self: leaves.Capture, leaf: torch.Tensor, gradient: torch.Tensor, *, is_free: bool) -> None:
+        found.append(leaf)
+        keep(self, leaf, gradient, is_free=is_free)
+
+    monkeypatch.setattr(leaves.Capture, "keep", note)
+    return found
+
+
+@pytest.mark.parametrize("also_here", [False, True])
+def test_the_gradient_of_a_leaf_that_was_sent_does_not_go_to_the_thread_of_the_device(
+    x: torch.Tensor, also_here: bool, kept: list[torch.Tensor]
+) -> None:
+    torch.testing.assert_close(pass_of(x, also_here=also_here), local_pass_of(x, also_here=also_here))
+    assert [leaf is x for leaf in kept] == [True, True]  # what came from `a`, and what came from `b`
+
+
+@pytest.mark.parametrize("also_here", [False, True])
+@pytest.mark.parametrize("kind", ["tensor", "node", "accumulated"])
+def test_hooks_of_a_leaf_that_was_sent_see_and_change_its_whole_gradient(
+    x: torch.Tensor, kind: str, also_here: bool, kept: list[torch.Tensor]
+) -> None:
+    wanted = local_pass_of(x, also_here=also_here)
+    seen: list[torch.Tensor] = []
+
+    def double(gradient: torch.Tensor) -> torch.Tensor:
+        seen.append(gradient.clone())
+        return gradient * 2
+
+    def double_first(gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (double(gradients[0]),)
+
+    def double_accumulated(leaf: torch.Tensor) -> None:
+        assert leaf.grad is not None
+        leaf.grad = double(leaf.grad)
+
+    node: Any = torch.autograd.graph.get_gradient_edge(x).node
+    if kind == "tensor":
+        x.register_hook(double)
+    elif kind == "node":
+        node.register_prehook(double_first)
+    else:
+        x.register_post_accumulate_grad_hook(double_accumulated)
+    torch.testing.assert_close(pass_of(x, also_here=also_here), wanted * 2)
+    torch.testing.assert_close(seen, [wanted])
+    assert kept == []
+
+
+def test_a_hook_behind_the_node_of_a_leaf_that_was_sent_runs(x: torch.Tensor, kept: list[torch.Tensor]) -> None:
+    ran: list[None] = []
+    node: Any = torch.autograd.graph.get_gradient_edge(x).node
+    handle = node.register_hook(lambda *_: ran.append(None))
+    pass_of(x, also_here=False)
+    assert (len(ran), kept) == (1, [])
+    handle.remove()
+    pass_of(x, also_here=False)
+    assert (len(ran), len(kept)) == (1, 2)
+
+
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y
+
+
+def test_leaves_whose_gradients_share_their_memory_get_each_its_own(x: torch.Tensor) -> None:
+    y = x.detach().clone().requires_grad_()
+    with autograd.context() as context_id:
+        total = sum(rpc.rpc_sync("a", add, args=(x, y)) for _ in range(3))
+        autograd.backward(context_id, [total.sum()], timeout=PATIENCE)  # type: ignore[union-attr]
+        found = autograd.get_gradients(context_id)
+    assert found[x].data_ptr() != found[y].data_ptr()
+    torch.testing.assert_close([found[x], found[y]], [torch.full_like(x, 3.0)] * 2)
+
+
+def test_a_leaf_that_was_frozen_after_it_was_sent_gets_nothing(x: torch.Tensor) -> None:
+    y = x.detach().clone().requires_grad_()
+    with autograd.context() as context_id:
+        result = rpc.rpc_sync("a", add, args=(x, y))
+        x.requires_grad_(False)
+        autograd.backward(context_id, [result.sum()], timeout=PATIENCE)
+        found = autograd.get_gradients(context_id)
+    assert list(found) == [y]
+    assert x.grad is None and y.grad is None

@@ -39,6 +39,16 @@ def over_the_wire(placed: list[Placed], lane: DeviceLane) -> Envelope:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(envelope), type=Envelope)
 
 
+def put(lane: DeviceLane, tensor: torch.Tensor, placed: list[Placed]) -> bool:
+    """As if a message with this tensor alone had been written."""
+    into: list[Placed] = []
+    if not lane.reserve(tensor, into):
+        return False
+    lane.fill(into)
+    placed += into
+    return True
+
+
 def bytes_of(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
@@ -54,7 +64,7 @@ class Pair:
         self.b = DeviceLane(self.cuda_b, "a", os.getpid(), limit)
 
     def negotiate(self) -> Pair:
-        assert not self.a.put(bytes_of(8), [])
+        assert not put(self.a, bytes_of(8), [])
         for _ in range(2000):
             self.b.heard(over_the_wire([], self.a).lane)
             self.a.heard(over_the_wire([], self.b).lane)
@@ -65,7 +75,7 @@ class Pair:
 
     def put(self, tensor: torch.Tensor) -> Placed:
         placed: list[Placed] = []
-        assert self.a.put(tensor, placed)
+        assert put(self.a, tensor, placed)
         return placed[0]
 
     def deliver(self, *placed: Placed) -> list[Arrived]:

@@ -208,6 +208,8 @@ class SimulatedCuda:
         finally:
             self._thread.device = before
 
+    at = on
+
     def device_of(self, tensor: torch.Tensor) -> int:
         return getattr(tensor, "simulated_device", 0)
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-from device_pair import GPU, MIB, Pair, Thread, alive, bytes_of, eventually, janitor_is_idle, over_the_wire, pairs
+from device_pair import GPU, MIB, Pair, Thread, alive, bytes_of, eventually, janitor_is_idle, over_the_wire, pairs, put
 from jumping_clock import JumpingClock
 from simulated_cuda import no_memory
 
@@ -23,7 +23,7 @@ from telegrad.messages import Answer, Placed
 from telegrad.primitives import interrupts
 from telegrad.transport import device, device_mappings
 from telegrad.transport.cuda import Cuda, CudaError
-from telegrad.transport.device_board import ARRIVED, BOARD_BYTES, FILLED, FREE, READ, Board
+from telegrad.transport.device_board import ARRIVED, FREE, LENT, PLACES_END, READ, Board
 from telegrad.transport.device_mappings import Arrived
 from telegrad.transport.device_pool import IDLE, SLAB, SLOT
 
@@ -66,7 +66,7 @@ def test_all_that_is_put_arrives_as_it_was(seed: int) -> None:
             expected = tensor.contiguous().flatten().clone()
             with pair.cuda.using(rng.choice(sides)):
                 placed: list[Placed] = []
-                if not pair.a.put(tensor, placed):
+                if not put(pair.a, tensor, placed):
                     continue  # the pool is full
                 pair.cuda.fill(tensor, 0)
             waiting.append((pair.deliver(*placed)[0], expected))
@@ -196,14 +196,14 @@ def test_both_directions_and_several_devices(make: MakePair) -> None:
     tensors[0].simulated_device, tensors[1].simulated_device = 0, 1
     for lane in (pair.a, pair.b):
         for tensor in tensors:
-            assert not lane.put(tensor, [])
+            assert not put(lane, tensor, [])
     for _ in range(50):
         pair.b.heard(over_the_wire([], pair.a).lane)
         pair.a.heard(over_the_wire([], pair.b).lane)
         pair.settle()
     for sender, receiver in ((pair.a, pair.b), (pair.b, pair.a)):
         placed: list[Placed] = []
-        assert all(sender.put(tensor, placed) for tensor in tensors)
+        assert all(put(sender, tensor, placed) for tensor in tensors)
         results = [arrived.take(GPU, None, alive) for arrived in receiver.arrived(placed)]
         pair.settle()
         assert all(map(torch.equal, results, tensors))
@@ -221,7 +221,7 @@ def test_many_threads(make: MakePair) -> None:
             for number in range(40):
                 tensor = bytes_of(rng.choice([10, SLOT, 2 * MIB]), number)
                 placed: list[Placed] = []
-                if pair.a.put(tensor, placed):
+                if put(pair.a, tensor, placed):
                     result = pair.take(pair.b.arrived(placed)[0])
                     pair.cuda_b.streams[stream].synchronize()
                     right &= torch.equal(result, tensor)
@@ -253,9 +253,9 @@ def test_nothing_grows(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_pool_sends_by_the_host_until_something_comes_back(make: MakePair) -> None:
     pair = make(limit=SLAB + 8 * MIB).negotiate()
     first, _ = pair.put(bytes_of(4 * MIB)), pair.put(bytes_of(4 * MIB))
-    assert not pair.a.put(bytes_of(4 * MIB), [])
-    assert not pair.a.put(bytes_of(16 * MIB), [])  # larger than the limit
-    assert pair.a.put(bytes_of(10), [])  # there is room in the slab
+    assert not put(pair.a, bytes_of(4 * MIB), [])
+    assert not put(pair.a, bytes_of(16 * MIB), [])  # larger than the limit
+    assert put(pair.a, bytes_of(10), [])  # there is room in the slab
     pair.take(pair.deliver(first)[0])
     pair.settle()
     assert pair.put(bytes_of(4 * MIB)).place == first.place
@@ -265,7 +265,7 @@ def test_a_full_pool_sends_by_the_host_until_something_comes_back(make: MakePair
 def test_full_slabs_are_followed_by_others_up_to_the_limit(make: MakePair) -> None:
     pair = make(limit=2 * SLAB).negotiate()
     placed: list[Placed] = []
-    while pair.a.put(bytes_of(SLOT), placed):
+    while put(pair.a, bytes_of(SLOT), placed):
         pass
     assert len({one.place for one in placed}) == len(placed) == 2 * SLAB // SLOT - (pair.state(placed[0]) == FREE)
 
@@ -277,7 +277,7 @@ def test_free_memory_of_another_size_makes_room(make: MakePair, jumping_clock: J
         pair.take(arrived)
     del arrived
     pair.settle()
-    assert not pair.a.put(bytes_of(8 * MIB), [])
+    assert not put(pair.a, bytes_of(8 * MIB), [])
     pair.a.tick()
     again = pair.put(bytes_of(4 * MIB))
     assert again.place in {one.place for one in placed}  # what was used a moment ago is not given up
@@ -290,7 +290,7 @@ def test_free_memory_of_another_size_makes_room(make: MakePair, jumping_clock: J
         eventually(janitor_is_idle)
         pair.a.tick()
         eventually(janitor_is_idle)
-        return pair.a.put(bytes_of(8 * MIB), [])
+        return put(pair.a, bytes_of(8 * MIB), [])
 
     eventually(has_room)
     assert pair.a.statistics().segment_bytes == SLAB + 8 * MIB
@@ -341,15 +341,15 @@ def test_no_memory_is_asked_for_once_more_after_torch_has_given_back_its_own(
     pair: Pair, jumping_clock: JumpingClock
 ) -> None:
     pair.cuda.fail["malloc"] = [no_memory()]
-    assert pair.a.put(bytes_of(4 * MIB), [])
+    assert put(pair.a, bytes_of(4 * MIB), [])
     assert pair.cuda.caches_released == 1
     pair.cuda.fail["malloc"] = [no_memory(), no_memory()]
     jumping_clock.stop()
     for _ in range(5):
-        assert not pair.a.put(bytes_of(8 * MIB), [])
+        assert not put(pair.a, bytes_of(8 * MIB), [])
     assert pair.cuda.caches_released == 2  # not with every message
     jumping_clock.jump(2)
-    assert pair.a.put(bytes_of(8 * MIB), [])
+    assert put(pair.a, bytes_of(8 * MIB), [])
 
 
 # -- deaths, deadlines, failures --------------------------------------------------------------------------
@@ -481,10 +481,10 @@ def test_closing_in_every_state(make: MakePair) -> None:
         fresh = make()
         getattr(fresh, first).close()
         offered = make()
-        assert not offered.a.put(bytes_of(1), [])
+        assert not put(offered.a, bytes_of(1), [])
         getattr(offered, first).close()
         heard = make()
-        assert not heard.a.put(bytes_of(1), [])
+        assert not put(heard.a, bytes_of(1), [])
         heard.b.heard(heard.a.to_say())
         getattr(heard, first).close()
         pair = make().negotiate()
@@ -555,18 +555,100 @@ def test_ctrl_c_while_it_waits(pair: Pair) -> None:
     assert pair.state(placed) == FREE
 
 
-@pytest.mark.parametrize("method", ["copy", "record", "is_done", "malloc", "event", "export_memory", "export_event"])
+@pytest.mark.parametrize("method", ["is_done", "malloc", "event", "export_memory", "export_event"])
 def test_a_failure_of_the_sender(pair: Pair, method: str) -> None:
     if method == "is_done":
         pair.a.take_back([pair.put(bytes_of(4 * MIB))])
         pair.settle()
     pair.cuda.fail[method] = [CudaError("CUDA error: an illegal memory access was encountered", 700)]
     with pytest.raises(EncodeError, match="a tensor on cuda:0 .*'b'.*CUDA error: an illegal memory access"):
-        pair.a.put(bytes_of(4 * MIB), [])
+        put(pair.a, bytes_of(4 * MIB), [])
     result = pair.send(bytes_of(4 * MIB))
     pair.settle()
     assert torch.equal(result, bytes_of(4 * MIB))
     assert pair.a.statistics().segment_bytes <= SLAB + 8 * MIB
+
+
+@pytest.mark.parametrize("method", ["copy", "record"])
+def test_a_failure_of_the_sender_after_its_message(pair: Pair, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The receiver knows of the tensor by then, and hears that it does not come; and so does the log."""
+    pair.cuda.fail[method] = [CudaError("CUDA error: an illegal memory access was encountered", 700)]
+    placed = pair.put(bytes_of(4 * MIB))
+    (arrived,) = pair.deliver(placed)
+    with pytest.raises(DecodeError, match="worker 'a' could not copy its tensor from cuda:0.*its log"):
+        pair.take(arrived)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a tensor on cuda:0 did not get to worker 'b': CUDA error: an illegal memory access was encountered"
+    ]
+    assert pair.a.statistics().puts == 0
+    # A copy whose end is not known keeps its place for good.
+    assert (pair.put(bytes_of(4 * MIB, 1)).place == placed.place) == (method == "copy")
+    result = pair.send(bytes_of(4 * MIB))
+    pair.settle()
+    assert torch.equal(result, bytes_of(4 * MIB))
+
+
+def test_a_message_may_arrive_before_its_tensors_are_copied(pair: Pair) -> None:
+    """It is written first. What is in its places from other messages must not be taken for them."""
+    tensors = [bytes_of(100, 1), bytes_of(3 * MIB, 2)]
+    for tensor in tensors:
+        pair.send(tensor)
+    pair.settle()
+    for round in range(3):
+        for tensor in tensors:
+            tensor += 1
+        placed: list[Placed] = []
+        assert all(pair.a.reserve(tensor, placed) for tensor in tensors)
+        arrived = pair.deliver(*placed)
+        taking = Thread(lambda arrived=arrived: [pair.take(one) for one in arrived])
+        taking.join(0.03)
+        assert taking.is_alive()
+        if round == 1:
+            stream = pair.cuda.streams[pair.cuda.stream(0)]
+            stream.running.clear()
+        pair.a.fill(placed)
+        if round == 1:
+            taking.join(0.03)
+            assert taking.is_alive()  # they are queued, and not done
+            stream.running.set()
+        results = taking.outcome()
+        pair.settle()
+        assert all(torch.equal(result, tensor) for result, tensor in zip(results, tensors, strict=True))
+
+
+@pytest.mark.parametrize("how", ["dropped", "late", "out of memory"])
+def test_a_place_that_comes_back_before_it_is_filled(pair: Pair, how: str) -> None:
+    placed: list[Placed] = []
+    assert pair.a.reserve(bytes_of(3 * MIB, 1), placed)
+    (arrived,) = pair.deliver(*placed)
+    if how == "late":
+        with pytest.raises(TimeoutError, match="worker 'a' did not finish copying"):
+            pair.take(arrived, 0.01)
+    elif how == "out of memory":
+        pair.cuda_b.fail["empty"] = [torch.OutOfMemoryError("CUDA out of memory")]
+        with pytest.raises(DecodeError, match="no memory"):
+            pair.take(arrived)
+    del arrived
+    assert pair.state(placed[0]) == FREE
+    other = pair.put(bytes_of(3 * MIB, 2))
+    assert other.place != placed[0].place  # it is still to be filled
+    pair.a.fill(placed)
+    pair.settle()
+    assert pair.put(bytes_of(3 * MIB, 3)).place == placed[0].place
+
+
+def test_the_connection_ends_between_a_message_and_its_copy(pair: Pair) -> None:
+    placed: list[Placed] = []
+    assert pair.a.reserve(bytes_of(3 * MIB), placed)
+    (arrived,) = pair.deliver(*placed)
+    taking = Thread(lambda: pair.take(arrived))
+    pair.a.close()
+    pair.b.close()
+    with pytest.raises(ConnectionClosedError, match="worker 'a'"):
+        taking.outcome()
+    time.sleep(0.05)
+    assert pair.a.statistics().segment_bytes  # it is about to be filled: its memory is there
+    pair.a.fill(placed)
 
 
 def test_a_sticky_error_of_the_sender(pair: Pair) -> None:
@@ -578,20 +660,6 @@ def test_a_sticky_error_of_the_sender(pair: Pair) -> None:
             pair.put(bytes_of(10))
     assert pair.take(arrived).nbytes == 100
     assert pair.a.to_say() == ()
-
-
-def test_a_copy_whose_end_is_not_known_keeps_its_place(pair: Pair) -> None:
-    pair.cuda.fail["record"] = [CudaError("CUDA error: unknown error", 999)]
-    stream = pair.cuda.streams[pair.cuda.stream(0)]
-    stream.running.clear()
-    with pytest.raises(EncodeError):
-        pair.put(bytes_of(4 * MIB))
-    other = pair.put(bytes_of(4 * MIB, 1))
-    assert pair.state(Placed(other.place - 1, 0)) == FILLED
-    stream.running.set()
-    result = pair.take(pair.deliver(other)[0])
-    pair.settle()
-    assert torch.equal(result, bytes_of(4 * MIB, 1))
 
 
 def test_after_a_sticky_error_memory_is_not_given_back_and_that_is_said_once(
@@ -629,7 +697,7 @@ def test_capture_is_an_error_that_says_so(pair: Pair) -> None:
     (arrived,) = pair.deliver(pair.put(bytes_of(100)))
     pair.cuda.capturing = pair.cuda_b.capturing = True
     with pytest.raises(EncodeError, match="while a CUDA graph is captured"):
-        pair.a.put(bytes_of(10), [])
+        put(pair.a, bytes_of(10), [])
     with pytest.raises(DecodeError, match="while a CUDA graph is captured"):
         pair.take(arrived)
     pair.cuda.capturing = pair.cuda_b.capturing = False
@@ -640,7 +708,7 @@ def test_capture_before_anything_was_offered(make: MakePair) -> None:
     pair = make()
     pair.cuda.capturing = True
     with pytest.raises(EncodeError, match="while a CUDA graph is captured"):
-        pair.a.put(bytes_of(10), [])
+        put(pair.a, bytes_of(10), [])
     assert pair.a.to_say() == ()
     pair.cuda.capturing = False
     pair.negotiate().send(bytes_of(10))
@@ -658,7 +726,7 @@ def test_a_tensor_is_taken_once(pair: Pair) -> None:
 
 def refused(pair: Pair, caplog: pytest.LogCaptureFixture, reason: str) -> None:
     for _ in range(3):
-        assert not pair.a.put(bytes_of(10), [])
+        assert not put(pair.a, bytes_of(10), [])
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1
     assert warnings[0].startswith("tensors on cuda:0 go to worker 'b' through host memory")
@@ -700,7 +768,7 @@ def test_not_offered_since_cuda_fails_here(make: MakePair, caplog: pytest.LogCap
 
 def test_refused_since_the_memory_shows_something_else(make: MakePair, caplog: pytest.LogCaptureFixture) -> None:
     pair = make()
-    assert not pair.a.put(bytes_of(1), [])
+    assert not put(pair.a, bytes_of(1), [])
     pair.settle()
     (offer,) = pair.a.to_say()
     pair.b.heard([msgspec.structs.replace(offer, magic=bytes(32))])
@@ -721,7 +789,7 @@ def test_refused_since_the_offer_cannot_be_followed(
     make: MakePair, caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
     pair = make()
-    assert not pair.a.put(bytes_of(1), [])
+    assert not put(pair.a, bytes_of(1), [])
     pair.settle()
     (offer,) = pair.a.to_say()
     reading, writing = os.pipe()
@@ -735,7 +803,7 @@ def test_refused_since_the_offer_cannot_be_followed(
     elif change == "kind":
         offer, reason = msgspec.structs.replace(offer, board=reading), "is no board"
     elif change == "place":
-        placed = msgspec.structs.replace(offer.placed, place=BOARD_BYTES)
+        placed = msgspec.structs.replace(offer.placed, place=PLACES_END)
         offer, reason = msgspec.structs.replace(offer, placed=placed), "makes no sense"
     elif change == "device":
         placed = msgspec.structs.replace(offer.placed, fresh=None)
@@ -750,7 +818,7 @@ def test_refused_since_the_offer_cannot_be_followed(
 def test_an_offer_waits_until_the_peer_uses_cuda(make: MakePair) -> None:
     pair = make()
     pair.cuda_b.ready = False
-    assert not pair.a.put(bytes_of(1), [])
+    assert not put(pair.a, bytes_of(1), [])
     pair.b.heard(over_the_wire([], pair.a).lane)
     pair.settle()
     assert pair.b.to_say() == ()
@@ -764,7 +832,7 @@ def test_an_offer_for_which_there_is_no_memory_is_made_later(make: MakePair, jum
     pair = make()
     pair.cuda.memory_limit = 0
     for _ in range(3):
-        assert not pair.a.put(bytes_of(1), [])
+        assert not put(pair.a, bytes_of(1), [])
     assert pair.a.to_say() == ()
     pair.cuda.memory_limit = 1 << 30
     jumping_clock.jump(2)
@@ -773,7 +841,7 @@ def test_an_offer_for_which_there_is_no_memory_is_made_later(make: MakePair, jum
 
 def test_what_was_not_said_is_said_again(make: MakePair) -> None:
     pair = make()
-    assert not pair.a.put(bytes_of(1), [])
+    assert not put(pair.a, bytes_of(1), [])
     said = pair.a.to_say()
     assert len(said) == 1
     pair.a.take_back([], said)
@@ -791,19 +859,19 @@ def test_places_that_make_no_sense(pair: Pair) -> None:
     fresh = placed.fresh or pair.put(bytes_of(3 * MIB)).fresh
     assert fresh is not None
     bad = {
-        "never introduced": Placed(BOARD_BYTES - 1, 10),
+        "never introduced": Placed(PLACES_END - 1, 10),
         "too long": msgspec.structs.replace(placed, nbytes=SLOT + 1),
         "negative": msgspec.structs.replace(placed, nbytes=-1),
         "no place": Placed(3, 10, fresh),
-        "over the end": Placed(BOARD_BYTES - 1, 10, msgspec.structs.replace(fresh, offset=fresh.size)),
-        "before the beginning": Placed(BOARD_BYTES - 1, 10, msgspec.structs.replace(fresh, offset=-1)),
-        "no room": Placed(BOARD_BYTES - 1, 0, msgspec.structs.replace(fresh, capacity=0)),
-        "huge": Placed(BOARD_BYTES - 1, 10, msgspec.structs.replace(fresh, size=1 << 60)),
-        "short handle": Placed(BOARD_BYTES - 1, 10, msgspec.structs.replace(fresh, memory=b"x")),
-        "short event": Placed(BOARD_BYTES - 1, 10, msgspec.structs.replace(fresh, event=b"x")),
-        "other device": Placed(BOARD_BYTES - 1, 10, msgspec.structs.replace(fresh, device=1)),
+        "over the end": Placed(PLACES_END - 1, 10, msgspec.structs.replace(fresh, offset=fresh.size)),
+        "before the beginning": Placed(PLACES_END - 1, 10, msgspec.structs.replace(fresh, offset=-1)),
+        "no room": Placed(PLACES_END - 1, 0, msgspec.structs.replace(fresh, capacity=0)),
+        "huge": Placed(PLACES_END - 1, 10, msgspec.structs.replace(fresh, size=1 << 60)),
+        "short handle": Placed(PLACES_END - 1, 10, msgspec.structs.replace(fresh, memory=b"x")),
+        "short event": Placed(PLACES_END - 1, 10, msgspec.structs.replace(fresh, event=b"x")),
+        "other device": Placed(PLACES_END - 1, 10, msgspec.structs.replace(fresh, device=1)),
     }
-    pair.a._places.board.bytes[BOARD_BYTES - 1] = FILLED
+    pair.a._places.board.bytes[PLACES_END - 1] = LENT
     for what, one in bad.items():
         with pytest.raises(ProtocolError):
             pair.b.arrived([one])
@@ -832,7 +900,7 @@ def test_messages_before_an_offer(make: MakePair) -> None:
 
 def test_offers_and_answers_twice(make: MakePair) -> None:
     pair = make()
-    assert not pair.a.put(bytes_of(1), [])
+    assert not put(pair.a, bytes_of(1), [])
     pair.settle()
     (offer,) = pair.a.to_say()
     pair.b.heard([offer])
@@ -897,10 +965,10 @@ def test_a_board_of_another_process() -> None:
 
     def check() -> None:
         theirs = Board.open(os.getppid(), number, token)
-        assert theirs.bytes[100] == FILLED
+        assert theirs.bytes[100] == LENT
         theirs.bytes[100] = READ
 
-    board.bytes[100] = FILLED
+    board.bytes[100] = LENT
     in_a_fork(check)
     assert board.bytes[100] == READ
     board.close()

@@ -29,7 +29,7 @@ import enum
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -51,6 +51,25 @@ def streams_of(tensors: Iterable[torch.Tensor | None]) -> list[torch.Stream]:
     """Returns the current stream of each device among the tensors'."""
     devices = {tensor.device for tensor in tensors if tensor is not None and is_on_device(tensor)}
     return [torch.accelerator.current_stream(device) for device in devices]
+
+
+class Ready(NamedTuple):
+    """How the gradients of a message are there."""
+
+    streams: list[torch.Stream]  # one for each device: they are ready on it
+    are_apart: bool  # each in memory of its own
+
+    @classmethod
+    def of(cls, gradients: Sequence[torch.Tensor | None]) -> Ready | None:
+        """None: none is on a device."""
+        streams = streams_of(gradients)
+        if not streams:
+            return None
+        given = [gradient for gradient in gradients if gradient is not None]
+        if len(given) == 1:
+            return cls(streams, True)
+        dense = all(gradient.layout is torch.strided for gradient in given)
+        return cls(streams, dense and len({g.untyped_storage().data_ptr() for g in given}) == len(given))
 
 
 def record(tensors: Iterable[torch.Tensor | None]) -> list[Event]:

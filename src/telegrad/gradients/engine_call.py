@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .checkpoints import watch_checkpoint
 from .contexts import Contexts, Sent
 from .holding import free_references, is_large, references
 from .host import Host
-from .leaves import Capture
+from .leaves import Capture, is_unobserved
 from .local_graph import Graph, Node
 from .local_pass import LocalPass
 from .outbox import Gradient, Poster
@@ -44,6 +45,14 @@ class LatePassError(InterruptedPassError):
 
 
 _TAKEN: Any = object()
+
+
+# Note [past the node of a leaf]
+# torch runs the node of a leaf that is on a device on the device's thread: there and back, for a gradient that is only
+# put aside. So where such a leaf was sent, the Wait puts its gradient aside; unless somebody looks on: a hook of the
+# leaf or of its node, or DistributedDataParallel.
+def _is_unseen(sent: Sent) -> bool:
+    return sent.is_leaf and sent.device.type != "cpu" and is_unobserved(sent.edge[0], sent.stand_in)
 
 
 class EngineCall:
@@ -73,7 +82,8 @@ class EngineCall:
         self.before: EngineCall | None = None  # around it on that thread
         self.has_devices = torch.cuda.is_initialized()  # then torch may run nodes on threads of its own
         self._mix: devices.Mix | None = None  # None: not known yet
-        self._ready: dict[int, list[torch.Stream]] = {}  # by message sent: of its gradients that are on devices
+        self._kept: set[int] = set()  # tensors that were sent: leaves whose gradients go past their nodes
+        self._ready: dict[int, devices.Ready] = {}  # by message sent: of its gradients, if some are on devices
         # For users' code that the engine runs on a thread of its own (primitives/current.py):
         self.pass_id = local.pass_id
         self.context_id = local.context.id
@@ -99,7 +109,7 @@ class EngineCall:
         serving_token = current.serving.set(self.serving)
         nodes.starting(self)
         try:
-            if begin.wanted is not None or local.roots.inputs is not None:
+            if self._is_for_inputs():
                 self._run_for_inputs(starts, gradients)
             else:
                 self._run_for_leaves(starts, gradients, leaves)
@@ -108,6 +118,13 @@ class EngineCall:
             current.context_id.reset(context_token)
             current.pass_id.reset(pass_token)
             current.serving.reset(serving_token)
+
+    def _is_for_inputs(self) -> bool:
+        return self._begin.wanted is not None or self._local.roots.inputs is not None
+
+    def _captures(self) -> bool:
+        """Says whether the gradients of leaves are gathered, instead of going to `.grad` at once."""
+        return bool(self._context.id or not self._local.part.is_root) and not self._is_for_inputs()
 
     def _add_sends(self, starts: list[Any], gradients: list[Any]) -> dict[Node, None]:
         """Adds the tensors that were sent to the starts: directly where the gradient is here, behind a Wait where not.
@@ -128,12 +145,14 @@ class EngineCall:
                     inner.add(sent.message)
         leaves: dict[Node, None] = {}
         if waits:
+            if self.has_devices and self._captures():
+                self._kept = {sent.id for all_sent in waits.values() for sent in all_sent if _is_unseen(sent)}
             with DisableTorchFunctionSubclass():
                 if torch.is_grad_enabled():
-                    token = make_waits(waits, inner, leaves, has_devices=self.has_devices)
+                    token = make_waits(waits, inner, leaves, self._kept, has_devices=self.has_devices)
                 else:
                     with torch.enable_grad():
-                        token = make_waits(waits, inner, leaves, has_devices=self.has_devices)
+                        token = make_waits(waits, inner, leaves, self._kept, has_devices=self.has_devices)
             starts.append(token)
             gradients.append(_ONE)
         return leaves
@@ -142,7 +161,7 @@ class EngineCall:
         """Gathers the gradients of all leaves that the engine comes to; where a plain backward() was called they go to
         `.grad`, as they always do."""
         local, context = self._local, self._context
-        if not context.id and local.part.is_root:
+        if not self._captures():
             self._run_engine(starts, gradients, (), accumulate=True)
             return
         for node in local.roots.leaves:
@@ -166,7 +185,7 @@ class EngineCall:
             whole.clear()
         if self._begin.create_graph:
             _use_up_warning()
-        if not leaves and not checkpoints:
+        if not leaves and not checkpoints and not self._kept:
             self._run_engine(starts, gradients, (), accumulate=True)
             return
         for node in checkpoints:
@@ -334,9 +353,19 @@ class EngineCall:
                 f"{gradient.dtype}; the tensor has shape {tuple(sent.shape)} and dtype {sent.dtype}"
             )
         if sent.message in self._ready:
-            devices.follow(self._ready[sent.message], gradient)
+            devices.follow(self._ready[sent.message].streams, gradient)
         found: torch.Tensor = gradient if gradient.device == sent.device else gradient.to(sent.device)
         return found
+
+    def keep(self, ids: Sequence[int]) -> None:
+        """Takes the gradients of leaves that were sent, past their nodes: see Note [past the node of a leaf]."""
+        assert self.capture is not None
+        for id in ids:
+            gradient = self.take(id)
+            if gradient is not None:
+                sent = self._local.sent[id]
+                ready = self._ready.get(sent.message)
+                self.capture.keep(sent.stand_in, gradient, is_free=ready is not None and ready.are_apart)
 
     def _decode(self, message: int) -> list[Any]:
         """Decodes the gradients of a message, with those that came together with them."""
@@ -348,10 +377,10 @@ class EngineCall:
             raise GradientError(f"the gradients of message {message} were asked for twice in one pass")
         arrived.frames.deadline = local.deadline
         found = self._host.decode(arrived.envelope, arrived.frames).gradients
-        ready = devices.streams_of(found) if self.has_devices else ()
+        ready = devices.Ready.of(found) if self.has_devices else None
         place = 0
         for of in arrived.messages:
-            if ready:
+            if ready is not None:
                 self._ready[of] = ready  # the Sends of one message may run on different streams
             count = local.messages[of].count
             self._decoded[of] = list(found[place : place + count])

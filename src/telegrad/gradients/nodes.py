@@ -136,6 +136,7 @@ def _on_beacon(gradients: Any) -> Any:
 
 
 _TOKEN = torch.zeros((), device="cpu")
+_NONE: list[int] = []
 
 
 class Send(torch.autograd.Function):
@@ -190,18 +191,24 @@ class Wait(torch.autograd.Function):
     # Note [why a Wait has sequence number 0]
     # Of the nodes that are ready the engine takes the one with the highest number first. So a Wait, with the lowest,
     # blocks only when there is nothing else to do. No other node of the pass may have 0: the walk sees to it.
-    # Its inputs are leaves, tokens of Sends, and the Wait before it: `leaves` has the ids of the first ones.
+    # Its inputs are leaves, tokens of Sends, and the Wait before it: `leaves` has the ids of the first ones. `kept` has
+    # those of leaves that are no inputs: see Note [past the node of a leaf] in engine_call.py.
     @staticmethod
-    def forward(ctx: Any, messages: list[int], leaves: list[int], *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, messages: list[int], leaves: list[int], kept: list[int], *inputs: torch.Tensor
+    ) -> torch.Tensor:
         ctx.messages = messages
         ctx.leaves = leaves
+        ctx.kept = kept
         ctx.rest = len(inputs) - len(leaves)
         return _TOKEN.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         call = _await(ctx.messages, None)
-        return None, None, *map(call.take, ctx.leaves), *(gradient,) * ctx.rest
+        if ctx.kept:
+            call.keep(ctx.kept)
+        return None, None, None, *map(call.take, ctx.leaves), *(gradient,) * ctx.rest
 
 
 def _await(messages: list[int], limit: float | None) -> EngineCall:
@@ -331,10 +338,12 @@ def make_recvs(
     return received
 
 
-def make_wait(messages: list[int], leaves: list[int], inputs: list[torch.Tensor]) -> torch.Tensor:
+def make_wait(
+    messages: list[int], leaves: list[int], inputs: list[torch.Tensor], kept: list[int] = _NONE
+) -> torch.Tensor:
     """Makes a Wait; returns its token. The engine comes to it when there is nothing else to do.
     The caller has enabled grad mode, and disabled __torch_function__ of subclasses."""
-    token: torch.Tensor = _apply_wait(messages, leaves, *inputs)
+    token: torch.Tensor = _apply_wait(messages, leaves, kept, *(inputs or (_LAST,)))
     token.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
     return token
 

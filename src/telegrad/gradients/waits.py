@@ -20,9 +20,10 @@ _LIMITS = (30.0, 3.0, 0.3)  # seconds; the last one waits first
 
 
 def make_waits(
-    waits: dict[int, list[Sent]], inner: set[int], leaves: dict[Node, None], *, has_devices: bool
+    waits: dict[int, list[Sent]], inner: set[int], leaves: dict[Node, None], kept: set[int], *, has_devices: bool
 ) -> torch.Tensor:
-    """Chains the Waits for these messages; returns the token of the one that the engine comes to first.
+    """Chains the Waits for these messages; returns the token of the one that the engine comes to first. `kept` has the
+    ids of leaves whose gradients do not go to their nodes.
 
     Nothing is behind a leaf, so no other gradient depends on when it is waited for: messages with nothing but small
     leaves have one Wait together, at the end. Large gradients are added up as they come, one after the other.
@@ -30,34 +31,45 @@ def make_waits(
     token: torch.Tensor | None = None
     messages: list[int] = []
     ids: list[int] = []
+    past: list[int] = []
     inputs: list[torch.Tensor] = []
     for message in sorted(waits, reverse=True):  # what was sent last is added up first, as with a Wait for each
         if message not in inner:
             messages.append(message)
             for sent in waits[message]:
-                ids.append(sent.id)
-                inputs.append(sent.stand_in)
+                if sent.id in kept:
+                    past.append(sent.id)
+                else:
+                    ids.append(sent.id)
+                    inputs.append(sent.stand_in)
     if messages:
-        token = _make_wait(messages, ids, inputs, leaves, has_devices)
+        token = _make_wait(messages, ids, past, inputs, leaves, has_devices)
     for message in wait_order(inner) if inner else ():
-        ids, inputs, tokens = [], [], []
+        ids, past, inputs, tokens = [], [], [], []
         for sent in waits[message]:
-            if sent.is_leaf:
+            if sent.id in kept:
+                past.append(sent.id)
+            elif sent.is_leaf:
                 ids.append(sent.id)
                 inputs.append(sent.stand_in)
             else:
                 tokens.append(sent.stand_in)
         if token is not None:
             tokens.append(token)
-        token = _make_wait([message], ids, inputs + tokens, leaves, has_devices)
+        token = _make_wait([message], ids, past, inputs + tokens, leaves, has_devices)
     assert token is not None
     return token
 
 
 def _make_wait(
-    messages: list[int], ids: list[int], inputs: list[torch.Tensor], leaves: dict[Node, None], has_devices: bool
+    messages: list[int],
+    ids: list[int],
+    past: list[int],
+    inputs: list[torch.Tensor],
+    leaves: dict[Node, None],
+    has_devices: bool,
 ) -> torch.Tensor:
-    token = nodes.make_wait(messages, ids, inputs)
+    token = nodes.make_wait(messages, ids, inputs, past)
     if ids:
         for node, _ in token.grad_fn.next_functions[: len(ids)]:  # type: ignore[union-attr]
             if node is not None:

@@ -13,7 +13,7 @@ from .pickling_state import Outgoing, arriving
 
 
 def put_on_lane(given: torch.Tensor, tensor: torch.Tensor, target: str | None, message: Outgoing) -> int | None:
-    """Puts a tensor, which is dense, into device memory that the receiver opens; returns its number in the message.
+    """Has a tensor, which is dense, go by device memory that the receiver opens; returns its number in the message.
     None: it goes through the host. `given` is the tensor as the caller has it: pickled a second time, it is there.
 
     Raises:
@@ -27,7 +27,7 @@ def put_on_lane(given: torch.Tensor, tensor: torch.Tensor, target: str | None, m
             return known[1]
         if (lane := message.connection.open_device_lane()) is not None:
             flat = tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
-            if not lane.put(flat, message.placed):
+            if not lane.reserve(flat, message.placed):
                 return None
             number = len(message.placed) - 1
             message.put[id(given)] = given, number

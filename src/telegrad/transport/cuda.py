@@ -7,6 +7,7 @@ methods in its place (tests/transport/simulated_cuda.py).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -24,6 +25,7 @@ _DISABLE_TIMING, _INTERPROCESS = 2, 4  # flags of an event
 _LAZY_PEER_ACCESS = 1  # flag of opened memory
 _ANY_DIRECTION = 4  # of a copy: CUDA knows whose an address is
 _MOST_STREAMS = 1000  # that are remembered
+_NOTHING = contextlib.nullcontext()
 _RELAXED = 2  # the mode in which a thread's calls leave other threads' captures alone
 
 
@@ -65,7 +67,7 @@ class Cuda:
     torch's own operations do: another thread would take the lock each time, and this one wait until it is free again.
 
     All but `is_ready` and `load` need a successful `load()` before. Those that make, open or record something belong to
-    the current device, and are called inside of `on(device)`.
+    the current device, and are called inside of `on(device)`, or of `at(device)`.
     """
 
     def __init__(self) -> None:
@@ -115,6 +117,10 @@ class Cuda:
     def on(self, device: int) -> _On:
         """Makes a device the current one of this thread, and keeps the thread's calls out of captures of others."""
         return _On(self, device)
+
+    def at(self, device: int) -> contextlib.AbstractContextManager[object]:
+        """Makes a device the current one of this thread. For copies and records: captures of others allow these."""
+        return _NOTHING if cuda_device() == device else torch.cuda.device(device)
 
     def device_of(self, tensor: torch.Tensor) -> int:
         return tensor.get_device()

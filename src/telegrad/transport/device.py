@@ -1,6 +1,7 @@
 """The device lane: CUDA tensors between two processes that share a GPU, by one copy at each end and none on the host.
 
-    sender    lane.put(tensor, placed)       a copy into memory of ours, on the current stream; Envelope.placed
+    sender    lane.reserve(tensor, placed)   a place in memory of ours; Envelope.placed
+              lane.fill(placed)              once the message is written: a copy into it, on the current stream
     receiver  lane.arrived(placed)           while reading
               Arrived.take(device, ...)      when the event is done: a copy out of it, on the current stream
     both      lane.to_say(), lane.heard()    Envelope.lane: an Offer, and the Answer to it
@@ -30,7 +31,7 @@ from ..messages import Answer, Offer, Placed
 from ..primitives import clock
 from ..primitives.interrupts import critical
 from .cuda import Cuda, CudaError
-from .device_board import READER_CLOSED, Board, janitor, of_this_process
+from .device_board import COPY, FAILED, QUEUED, READER_CLOSED, Board, janitor, of_this_process
 from .device_mappings import Arrived, DeviceMappings
 from .device_pool import DevicePool, Places
 
@@ -87,12 +88,12 @@ class DeviceLane:
         """Whether the peer takes tensors of this one's device by the lane."""
         return self._cuda.device_of(tensor) in self._accepted
 
-    def put(self, tensor: torch.Tensor, into: list[Placed]) -> bool:
-        """Copies a tensor's elements, in their order, into device memory that the peer can open, and appends the place
-        to `into`. False: it must go through the host.
+    def reserve(self, tensor: torch.Tensor, into: list[Placed]) -> bool:
+        """Takes a place in device memory that the peer can open, for a tensor's elements in their order, and appends it
+        to `into`. False: the tensor must go through the host.
 
-        The place is appended, not returned: with an interrupt between the two it would be lost. The caller gives
-        back what was not sent, by take_back().
+        The place is appended, not returned: with an interrupt between the two it would be lost. The caller writes the
+        message and has it filled, by fill(), or gives the place back, by take_back().
 
         Raises:
             EncodeError: CUDA failed, or the stream is captured into a graph.
@@ -113,7 +114,7 @@ class DeviceLane:
                 elif pool is not None:
                     with self._cuda.on(device):
                         if not self._cuda.is_capturing():
-                            return self._fill(pool, tensor, into)
+                            return self._take_place(pool, tensor, into)
                 elif not self._cuda.is_capturing():
                     return False
             except CudaError as error:
@@ -128,35 +129,53 @@ class DeviceLane:
                 "send it before or after the capture"
             )
 
-    def _fill(self, pool: DevicePool, tensor: torch.Tensor, into: list[Placed]) -> bool:
-        nbytes = tensor.nbytes
-        place = pool.take(nbytes)
+    def _take_place(self, pool: DevicePool, tensor: torch.Tensor, into: list[Placed]) -> bool:
+        place = pool.take(tensor.nbytes)
         if place is None:
             return False
-        copies = False
         try:
-            if not tensor.is_contiguous():
-                tensor = tensor.detach().contiguous()
-            stream = self._cuda.stream(pool.device)
-            if nbytes:
-                self._cuda.copy(place.pointer, tensor.data_ptr(), nbytes, stream)
-                copies = True
-                self._cuda.keep_for_stream(tensor, pool.device, stream)
-            self._cuda.record(place.event, stream)
-        except BaseException:
-            if copies:
-                pool.filled(place)  # for good: nothing says when the copy ends
-            else:
-                pool.give_back(place)
+            place.source = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+        except BaseException:  # no memory
+            pool.give_back(place)
             raise
         fresh = None if place.announced else place.introduce(pool.device)
         place.announced = True
-        into.append(Placed(place.id, nbytes, fresh))
-        pool.filled(place)
-        with self._lock:
-            self._puts += 1
-            self._bytes_put += nbytes
+        into.append(Placed(place.id, tensor.nbytes, fresh))
         return True
+
+    def fill(self, placed: Sequence[Placed]) -> None:
+        """Copies into the places of a message that was written, in the order of the current streams. Called by the
+        thread that has encoded it, in the same critical section. If CUDA fails now, the peer hears of it: the message
+        cannot be called back."""
+        for one in placed:
+            assert self._places is not None
+            found = self._places.get(one.place)
+            assert found is not None  # for as long as it is being filled
+            pool, place = found
+            states, tensor = self._places.board.bytes, place.source
+            assert tensor is not None
+            copies = False
+            try:
+                with self._cuda.at(pool.device):
+                    stream = self._cuda.stream(pool.device)
+                    if one.nbytes:
+                        self._cuda.copy(place.pointer, tensor.data_ptr(), one.nbytes, stream)
+                        copies = True
+                        self._cuda.keep_for_stream(tensor, pool.device, stream)
+                    self._cuda.record(place.event, stream)
+            except Exception as error:
+                states[COPY + place.id] = FAILED
+                why = text_of(error)
+                logger.warning("a tensor on cuda:%d did not get to worker %r: %s", pool.device, self._peer, why)
+                if copies:
+                    pool.retire(place)  # nothing says when the copy ends
+            else:
+                states[COPY + place.id] = QUEUED
+                with self._lock:
+                    self._puts += 1
+                    self._bytes_put += one.nbytes
+            place.source = None
+            pool.filled(place)
 
     def _offer(self, device: int) -> None:
         """Offers a device to the peer, once. Called inside of `cuda.on(device)`."""
@@ -208,7 +227,7 @@ class DeviceLane:
             )
 
     def take_back(self, placed: Sequence[Placed], said: Sequence[Offer | Answer] = ()) -> None:
-        """These were put, or were to be said, in a message that was not sent."""
+        """These were reserved, or were to be said, for a message that was not written."""
         for one in placed:
             found = self._places.get(one.place) if self._places is not None else None
             if found is not None:  # else the lane was closed

@@ -25,12 +25,15 @@ from ..primitives.interrupts import blocking, critical, finaliser
 from .cuda import HANDLE_BYTES, Cuda, CudaError
 from .device_board import (
     ARRIVED,
-    BOARD_BYTES,
     CLOSED,
+    COPY,
     DROPPED,
-    FILLED,
+    FAILED,
     FIRST_PLACE,
     FREE,
+    LENT,
+    PLACES_END,
+    QUEUED,
     READ,
     READER_CLOSED,
     TAKEN,
@@ -150,7 +153,7 @@ class DeviceMappings:
                 place = self._places.get(one.place)
                 if place is None or not 0 <= one.nbytes <= place.fresh.capacity:
                     raise ProtocolError(f"a message lies in place {one.place} of device memory, which is not known")
-                if board.bytes[one.place] != FILLED:
+                if board.bytes[one.place] != LENT:
                     raise ProtocolError(f"a message lies in place {one.place} of device memory, which is in use")
                 place.is_ours = False
                 found.append(Arrived(self, board, place, one.nbytes))
@@ -160,7 +163,7 @@ class DeviceMappings:
         device = self.devices.get(fresh.device)
         if (
             device is None
-            or not FIRST_PLACE <= number < BOARD_BYTES
+            or not FIRST_PLACE <= number < PLACES_END
             or number in self._places
             or len(fresh.memory) != HANDLE_BYTES
             or len(fresh.event) != HANDLE_BYTES
@@ -196,8 +199,10 @@ class DeviceMappings:
                         f"cuda:{mapping.device}; call it before or after the capture"
                     )
                 self._open(place)
-                self._await(place.event, deadline, is_alive)
-                return self._copy_out(arrived, place), mapping.device
+                tensor = self.cuda.empty(arrived.nbytes, mapping.device)  # while the peer copies
+                self._await(place, arrived._board, deadline, is_alive)
+                self._copy_out(arrived, place, tensor)
+                return tensor, mapping.device
         except torch.OutOfMemoryError as error:
             raise DecodeError(
                 f"no memory on cuda:{mapping.device} for {arrived.nbytes} bytes from worker {self._peer!r}: {error}"
@@ -229,15 +234,21 @@ class DeviceMappings:
             if not place.event:
                 place.event = self.cuda.open_event(place.fresh.event)
 
-    def _await(self, event: int, deadline: float | None, is_alive: Callable[[], bool]) -> None:
-        is_done = self.cuda.is_done
-        if is_done(event):
+    def _await(self, place: _Place, board: Board, deadline: float | None, is_alive: Callable[[], bool]) -> None:
+        """Waits until the peer has queued its copy, and then until that is done."""
+        event, copy, states, is_done = place.event, COPY + place.id, board.bytes, self.cuda.is_done
+        if states[copy] == QUEUED and is_done(event):
             return
         began = time.perf_counter()
         pause = _SHORTEST_PAUSE
         try:
-            while not is_done(event):
+            while not (states[copy] == QUEUED and is_done(event)):
                 self._check_open()
+                if states[copy] == FAILED:
+                    raise DecodeError(
+                        f"worker {self._peer!r} could not copy its tensor from cuda:{place.fresh.device}: CUDA failed "
+                        "there, and its log has CUDA's words"
+                    )
                 if not is_alive():
                     raise self._ended()
                 if deadline is not None and clock.now() >= deadline:
@@ -252,9 +263,8 @@ class DeviceMappings:
                 self.waits += 1
                 self.wait_seconds += time.perf_counter() - began
 
-    def _copy_out(self, arrived: Arrived, place: _Place) -> torch.Tensor:
+    def _copy_out(self, arrived: Arrived, place: _Place, tensor: torch.Tensor) -> None:
         device, nbytes = place.mapping.device, arrived.nbytes
-        tensor = self.cuda.empty(nbytes, device)
         stream = self.cuda.stream(device)
         # Should CUDA fail half way, the place stays TAKEN for good: a copy may still read it.
         arrived.hold()
@@ -268,7 +278,6 @@ class DeviceMappings:
         with self._lock:
             self.takes += 1
             self.bytes_taken += nbytes
-        return tensor
 
     # -- negotiation -----------------------------------------------------------------------------------
 

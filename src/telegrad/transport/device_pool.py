@@ -1,6 +1,6 @@
 """Device memory at the end that fills it: places in segments, lent to one message at a time.
 
-    DevicePool.take(nbytes) -> Place      filled by DeviceLane.put, named in a message
+    DevicePool.take(nbytes) -> Place      named in a message, then filled by DeviceLane.fill
     DevicePool.tidy()                     on the janitor's thread: gives memory back that was not used for a while
 
 A place is used again when its byte on the board says that the peer is done with it *and* its event, which the peer has
@@ -15,13 +15,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import torch
+
 from ..errors import ConnectionClosedError
 from ..events import logger
 from ..messages import Fresh
 from ..options import KIB, MIB
 from ..primitives import clock
 from .cuda import Cuda, CudaError
-from .device_board import BOARD_BYTES, CLOSED, DROPPED, FILLED, FIRST_PLACE, FREE, READ, TAKEN, Board
+from .device_board import CLOSED, COPY, DROPPED, FIRST_PLACE, FREE, LENT, NOT_YET, PLACES_END, READ, TAKEN, Board
 
 SLOT = 64 * KIB  # the place of a small tensor
 SLAB = 4 * MIB  # the segment of such places
@@ -58,6 +60,7 @@ class Place:
     event: int
     event_handle: bytes
     announced: bool = False  # whether the peer knows it
+    source: torch.Tensor | None = None  # what is to be copied into it, once its message is written
 
     @property
     def pointer(self) -> int:
@@ -75,7 +78,7 @@ class Places:
 
     def __init__(self, board: Board) -> None:
         self.board = board
-        self._next = iter(range(FIRST_PLACE, BOARD_BYTES))
+        self._next = iter(range(FIRST_PLACE, PLACES_END))
         self._returned: list[int] = []  # numbers of places that are gone
         self._places: dict[int, tuple[DevicePool, Place]] = {}
 
@@ -126,7 +129,7 @@ class DevicePool:
     # -- places ----------------------------------------------------------------------------------------
 
     def take(self, nbytes: int) -> Place | None:
-        """A place with room for `nbytes`, marked FILLED; None: there is no room. Called inside of `cuda.on(device)`,
+        """A place with room for `nbytes`, marked LENT; None: there is no room. Called inside of `cuda.on(device)`,
         and followed by filled() or give_back().
 
         Raises:
@@ -201,7 +204,8 @@ class DevicePool:
 
     def _lend_locked(self, place: Place) -> Place:
         place.segment.used_at = clock.now()
-        self._board.bytes[place.id] = FILLED
+        self._board.bytes[COPY + place.id] = NOT_YET
+        self._board.bytes[place.id] = LENT
         self._filling.add(place)
         self._out.setdefault(place.capacity, deque()).append(place)
         return place
@@ -210,8 +214,14 @@ class DevicePool:
         """The copy into it is on its way, and its event recorded."""
         self._filling.discard(place)
 
+    def retire(self, place: Place) -> None:
+        """It is never used again."""
+        with self._lock:
+            self._out[place.capacity].remove(place)
+
     def give_back(self, place: Place) -> None:
-        """No message lies in it after all. It is used again when its event is done."""
+        """No message names it after all. It is used again when its event is done."""
+        place.source = None
         self._board.bytes[place.id] = FREE
         self._filling.discard(place)
 
