@@ -30,7 +30,7 @@ from .._torch import (
 from ..errors import EncodeError
 from ..options import SHARED_MEMORY_FROM
 from ..primitives.futures import use_devices
-from .device_lane import on_host, put_on_lane, take_from_lane
+from .device_lane import on_host, put_on_lane, staged, take_from_lane
 from .devices import have_device
 from .pickling_state import Outgoing, arriving
 
@@ -226,6 +226,8 @@ def rebuild(
     else:
         # The memory is ours alone and writable: the tensor stays where pickle or the transport put it.
         tensor = torch.frombuffer(memory, dtype=dtype)
+        if device is not None:
+            tensor = staged(tensor, device)
         if len(shape) != 1 or stride != (1,):
             # In place. What view() makes in no_grad could not be changed in place where gradients are recorded.
             tensor.as_strided_(shape, stride)

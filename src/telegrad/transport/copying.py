@@ -21,7 +21,7 @@ from .base import Buffer
 from .shared_memory import parts
 
 _UNLOCKED_FROM = 64 << 10  # bytes; a smaller copy is over sooner than the interpreter lock is released and taken
-_WORTH_HELP = 8 << 20  # bytes; waking the helpers takes as long as copying a MiB or two
+WORTH_HELP = 8 << 20  # bytes; waking the helpers takes as long as copying a MiB or two
 _SMALLEST_PIECE = 1 << 20  # bytes; with smaller ones the threads would wait for the interpreter lock
 _MOST_THREADS = 4  # more of them wait for the memory, and for each other
 _IDLE = 1.0  # seconds after which a helper with nothing to do ends
@@ -43,13 +43,22 @@ def copy_all(buffers: Sequence[Buffer], memory: memoryview) -> list[Buffer]:
         else:
             moves.append((_address_of(copy), _address_of(buffer), length))
             nbytes += length
-    if nbytes >= _WORTH_HELP and (threads := how_many_threads()) > 1:
+    _move_all(moves, nbytes, (buffers, memory))
+    return copies
+
+
+def copy_memory(target: int, source: int, nbytes: int, keep: object) -> None:
+    """Copies from address to address. `keep` has what the memory belongs to."""
+    _move_all([(target, source, nbytes)], nbytes, keep)
+
+
+def _move_all(moves: list[_Move], nbytes: int, keep: object) -> None:
+    if nbytes >= WORTH_HELP and (threads := how_many_threads()) > 1:
         with critical():
-            _Copy(moves, nbytes // (2 * threads), (buffers, memory)).run(threads)
+            _Copy(moves, nbytes // (2 * threads), keep).run(threads)
     else:
         for move in moves:
             ctypes.memmove(*move)
-    return copies
 
 
 def _address_of(buffer: Buffer) -> int:
