@@ -74,8 +74,8 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def staged(tensor: torch.Tensor, target: str) -> torch.Tensor:
     """A flat tensor in host memory; if it is large, on the CUDA device that it is to arrive on, in the order of the
-    current stream. It goes through memory that the device reads itself, piece by piece, of which one is filled while the
-    other one is read: CUDA's own way takes longer. The host memory is free when this returns.
+    current stream. It goes piece by piece through memory that the device reads itself: one piece is filled while the
+    other one is read. CUDA's own way takes longer. The host memory is free when this returns.
 
     Raises:
         DecodeError: a CUDA graph is being captured.
