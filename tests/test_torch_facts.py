@@ -710,7 +710,7 @@ def test_how_private_names_are_found(code: str, expected: list[str]) -> None:
 
 
 def test_all_hooks_of_a_node_are_in_one_dictionary_which_its_handles_know():
-    """leaves.is_unobserved() finds hooks of others by it."""
+    """waits.is_unseen() finds hooks of others by it."""
     leaf = torch.zeros(1, requires_grad=True)
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     for register in (node.register_prehook, node.register_hook):

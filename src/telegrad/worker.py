@@ -177,7 +177,7 @@ class Worker:
         call: PendingCall | None = None, context: Context | None = None,
     ) -> None:  # fmt: skip
         """Encodes a message and writes it. `call` waits for its answer; `context` is the one that it belongs to."""
-        plain = self.contexts.plain
+        plain, nbytes = self.contexts.plain, -1  # until it is written
         if self.events.subscribers:
             envelope = self.recorder.mark(envelope, connection.peer)
             report(self.events, "send", "started", envelope, connection)
@@ -194,10 +194,9 @@ class Worker:
                 self.attach.outgoing(context, envelope, packed.tracked, connection, connection.peer.id)
                 if call is not None:
                     call.context = context.id
-            references = self.references
-            if packed.handles or references.let_go_here or references.to_go_back:
+            if packed.handles or self.references.let_go_here or self.references.to_go_back:
                 entries = [handle.entry for handle in packed.handles] if packed.handles else ()
-                references.outgoing(envelope, entries, connection.peer.id)
+                self.references.outgoing(envelope, entries, connection.peer.id)
             if plain.dead or plain.to_forget:
                 envelope.forgotten = plain.outgoing(connection.peer.id)
             packed.header = encode_envelope(envelope)
@@ -214,22 +213,20 @@ class Worker:
                     call.reading = connection.lease.try_take()
                 nbytes = connection.write(packed, timeout, call.stop_reading)
         except BaseException as error:
-            if isinstance(error, HandedOverError):
-                if envelope.placed and lane is not None:
-                    lane.fill(envelope.placed)
-            else:
+            written = nbytes >= 0 or isinstance(error, HandedOverError)
+            if not written:
                 self.attach.not_written(envelope, connection.peer.id)
                 if envelope.lent or envelope.dropped:
                     self.references.not_written(envelope, connection.peer.id)
-                if connection.device_lane is not None:
-                    connection.device_lane.take_back(envelope.placed, envelope.lane)
                 if self._codec.unanswered:
                     self._codec.not_sent(envelope)
+            if connection.device_lane is not None:
+                connection.device_lane.after_write(envelope.placed, envelope.lane, written=written)
             if self.events.subscribers:
                 report(self.events, "send", "failed", envelope, connection, detail=repr(error))
             raise
-        if envelope.placed and lane is not None:
-            lane.fill(envelope.placed)  # only now: the peer wakes and decodes meanwhile
+        if lane is not None:
+            lane.after_write(envelope.placed, envelope.lane, written=True)
         if context is not None and envelope.autograd and not self.attach.written(envelope, connection):
             self.engine.tell_released(connection.peer.id, context.id)
         if self.events.subscribers:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from device import DEVICE
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from telegrad import autograd, rpc
-from telegrad.gradients import leaves
+from telegrad.gradients import devices, leaves
 from telegrad.primitives import current
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -330,3 +331,30 @@ def test_a_leaf_that_was_frozen_after_it_was_sent_gets_nothing(x: torch.Tensor) 
         found = autograd.get_gradients(context_id)
     assert list(found) == [y]
     assert x.grad is None and y.grad is None
+
+
+def test_a_leaf_that_has_another_dtype_since_it_was_sent(x: torch.Tensor, kept: list[torch.Tensor]) -> None:
+    """It has another node, too, which casts the gradient."""
+    with autograd.context() as context_id:
+        result = rpc.rpc_sync("a", layer, args=(x,))
+        (wanted,) = torch.autograd.grad(layer(x, "wanted a").sum(), [x])
+        x.data = x.data.float()
+        autograd.backward(context_id, [result.sum()], timeout=PATIENCE)
+        found = autograd.get_gradients(context_id)[x]
+    assert found.dtype == torch.float32 and kept == []
+    torch.testing.assert_close(found, wanted.float())
+
+
+def test_only_gradients_that_share_no_memory_are_taken_as_they_are() -> None:
+    a, b = (torch.zeros(4, device=DEVICE) for _ in range(2))
+    for gradients, are_apart in (
+        ((a,), True),
+        ((a, None, b), True),
+        ((a, b[:2], b[2:]), False),
+        ((a, a), False),
+        ((TwoTensor(a, b),), False),
+        ((a, TwoTensor(a.clone(), b)), False),
+    ):
+        ready = devices.Ready.of(gradients)
+        assert ready is not None and ready.are_apart is are_apart
+    assert devices.Ready.of((torch.zeros(1), None)) is None

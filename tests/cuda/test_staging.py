@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 import telegrad
 from telegrad import rpc
 from telegrad.errors import DecodeError
-from telegrad.serialization.device_lane import staged
+from telegrad.serialization.device_lane import on_host, staged
 from telegrad.transport.copying import WORTH_HELP as PIECE
 
 MIB = 1 << 20
@@ -56,6 +58,39 @@ def test_capture_of_a_graph() -> None:
         work += 1
     graph.replay()
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("nbytes", [2 * MIB, 5 * PIECE])
+@pytest.mark.parametrize("way", ["to the device", "to the host"])
+def test_capture_of_a_graph_in_another_thread(nbytes: int, way: str) -> None:
+    """Memory is pinned, and events are asked, meanwhile: the capture goes on, and so do the copies."""
+    source = bytes_of(nbytes)
+    on_device = source.cuda()
+    work = torch.ones(8, device="cuda")
+    torch.cuda.synchronize()
+    found: list[torch.Tensor] = []
+    errors: list[BaseException] = []
+
+    def copy() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(3):
+                    found.append(staged(source, "cuda:0") if way == "to the device" else on_host(on_device))
+                torch.cuda.current_stream().synchronize()
+        except BaseException as error:
+            errors.append(error)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        thread = threading.Thread(target=copy)
+        thread.start()
+        thread.join(60)
+        work += 1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert errors == [] and work.tolist() == [2.0] * 8
+    assert all(torch.equal(one.cpu(), source) for one in found) and len(found) == 3
+    assert all(one.is_cuda == (way == "to the device") for one in found)
 
 
 def changed(x: torch.Tensor) -> torch.Tensor:

@@ -31,13 +31,9 @@ class Lane:
     def to_say(self) -> tuple[Offer | Answer, ...]:
         return (Answer(0),)
 
-    def fill(self, placed: tuple[Placed, ...]) -> None:
-        assert placed == PLACED
-        self.done.append("filled")
-
-    def take_back(self, placed: tuple[Placed, ...], said: tuple[Offer | Answer, ...]) -> None:
+    def after_write(self, placed: tuple[Placed, ...], said: tuple[Offer | Answer, ...], *, written: bool) -> None:
         assert (placed, said) == (PLACED, (Answer(0),))
-        self.done.append("taken back")
+        self.done.append("filled" if written else "taken back")
 
     def tick(self) -> None:
         pass

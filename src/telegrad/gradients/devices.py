@@ -66,10 +66,10 @@ class Ready(NamedTuple):
         if not streams:
             return None
         given = [gradient for gradient in gradients if gradient is not None]
-        if len(given) == 1:
-            return cls(streams, True)
-        dense = all(gradient.layout is torch.strided for gradient in given)
-        return cls(streams, dense and len({g.untyped_storage().data_ptr() for g in given}) == len(given))
+        if not all(type(gradient) is torch.Tensor and gradient.layout is torch.strided for gradient in given):
+            return cls(streams, are_apart=False)  # a subclass may have no memory of its own
+        are_apart = len(given) == 1 or len({g.untyped_storage().data_ptr() for g in given}) == len(given)
+        return cls(streams, are_apart)
 
 
 def record(tensors: Iterable[torch.Tensor | None]) -> list[Event]:

@@ -22,12 +22,12 @@ from .checkpoints import watch_checkpoint
 from .contexts import Contexts, Sent
 from .holding import free_references, is_large, references
 from .host import Host
-from .leaves import Capture, is_unobserved
+from .leaves import Capture
 from .local_graph import Graph, Node
 from .local_pass import LocalPass
 from .outbox import Gradient, Poster
 from .pasts import Member
-from .waits import make_waits
+from .waits import is_unseen, make_waits
 
 _DEVICE_POLL, _RARE_DEVICE_POLL = 1e-3, 20e-3  # seconds
 _PUMP_PAUSE = 10  # times as long as the last pump took
@@ -45,14 +45,6 @@ class LatePassError(InterruptedPassError):
 
 
 _TAKEN: Any = object()
-
-
-# Note [past the node of a leaf]
-# torch runs the node of a leaf that is on a device on the device's thread: there and back, for a gradient that is only
-# put aside. So where such a leaf was sent, the Wait puts its gradient aside; unless somebody looks on: a hook of the
-# leaf or of its node, or DistributedDataParallel.
-def _is_unseen(sent: Sent) -> bool:
-    return sent.is_leaf and sent.device.type != "cpu" and is_unobserved(sent.edge[0], sent.stand_in)
 
 
 class EngineCall:
@@ -145,9 +137,9 @@ class EngineCall:
                     inner.add(sent.message)
         leaves: dict[Node, None] = {}
         if waits:
-            if self.has_devices and self._captures():
-                self._kept = {sent.id for all_sent in waits.values() for sent in all_sent if _is_unseen(sent)}
             with DisableTorchFunctionSubclass():
+                if self.has_devices and self._captures():
+                    self._kept = {sent.id for all_sent in waits.values() for sent in all_sent if is_unseen(sent)}
                 if torch.is_grad_enabled():
                     token = make_waits(waits, inner, leaves, self._kept, has_devices=self.has_devices)
                 else:
@@ -358,7 +350,7 @@ class EngineCall:
         return found
 
     def keep(self, ids: Sequence[int]) -> None:
-        """Takes the gradients of leaves that were sent, past their nodes: see Note [past the node of a leaf]."""
+        """Takes the gradients of leaves that were sent, past their nodes: see waits.py."""
         assert self.capture is not None
         for id in ids:
             gradient = self.take(id)

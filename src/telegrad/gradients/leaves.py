@@ -310,26 +310,6 @@ def _turn_of(leaf: Leaf) -> _Turn:
         return turn
 
 
-def is_unobserved(node: Any, leaf: Leaf) -> bool:
-    """Says whether nothing sees the gradient of a leaf on its way through its node: no hook, and no
-    DistributedDataParallel."""
-    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or leaf.layout is not torch.strided:
-        return False
-    if averaged.data and leaf in averaged:
-        return False
-    handles = node.register_prehook(_nothing), node.register_hook(_nothing)
-    try:
-        # torch has one dictionary for all prehooks of a node, and one for all hooks.
-        return all(len(handle.hooks_dict_ref()) == 1 for handle in handles)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _nothing(*gradients: Any) -> None:
-    pass
-
-
 class Capture:
     """Takes the gradients of leaves while one engine call runs. `is_ours` says whether it is that call which runs:
     other threads may run backward through the same leaves. `shows`: hooks see the accumulated `.grad`."""

@@ -192,7 +192,7 @@ class Wait(torch.autograd.Function):
     # Of the nodes that are ready the engine takes the one with the highest number first. So a Wait, with the lowest,
     # blocks only when there is nothing else to do. No other node of the pass may have 0: the walk sees to it.
     # Its inputs are leaves, tokens of Sends, and the Wait before it: `leaves` has the ids of the first ones. `kept` has
-    # those of leaves that are no inputs: see Note [past the node of a leaf] in engine_call.py.
+    # those of leaves that are no inputs: see Note [past the node of a leaf] in waits.py.
     @staticmethod
     def forward(
         ctx: Any, messages: list[int], leaves: list[int], kept: list[int], *inputs: torch.Tensor

@@ -4,15 +4,22 @@
 An error on a device's thread ends an engine call once the thread that makes the call is done with the node that it
 runs; and that may be a Wait, for gradients that now never come. So beside devices each Wait has nodes in front of it,
 which wait for the same, but no longer than their limit: between two of them torch looks.
+
+# Note [past the node of a leaf]
+torch runs the node of a leaf that is on a device on the device's thread: there and back, for a gradient that is only
+put aside. So where such a leaf was sent, the Wait puts its gradient aside; unless somebody looks on: a hook of the leaf
+or of its node, or DistributedDataParallel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from . import nodes
+from .averaged import averaged
 from .contexts import Sent
 from .local_graph import Node
 
@@ -59,6 +66,30 @@ def make_waits(
         token = _make_wait([message], ids, past, inputs + tokens, leaves, has_devices)
     assert token is not None
     return token
+
+
+def is_unseen(sent: Sent) -> bool:
+    """Says whether the gradient of what was sent can go past its node. The caller has disabled __torch_function__ of
+    subclasses."""
+    leaf = sent.stand_in
+    if not sent.is_leaf or leaf.is_cpu or leaf.layout is not torch.strided:
+        return False
+    if leaf.device != sent.device or leaf.dtype != sent.dtype:
+        return False  # its `.data` was set since: it has another node, which casts the gradient
+    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or (averaged.data and leaf in averaged):
+        return False
+    node: Any = sent.edge[0]
+    handles = node.register_prehook(_nothing), node.register_hook(_nothing)
+    try:
+        # torch has one dictionary for all prehooks of a node, and one for all hooks.
+        return all(len(handle.hooks_dict_ref()) == 1 for handle in handles)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _nothing(*gradients: Any) -> None:
+    pass
 
 
 def _make_wait(

@@ -3,12 +3,15 @@ connection (transport/device.py), or through host memory."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
 from ..errors import DecodeError, EncodeError
 from ..options import SHARED_MEMORY_FROM
 from ..primitives.futures import use_devices
 from ..transport.copying import WORTH_HELP, copy_memory
+from ..transport.cuda import CUDA
 from .devices import have_device
 from .pickling_state import Outgoing, arriving
 
@@ -61,15 +64,27 @@ def _is_alive() -> bool:
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor of a device, in host memory. Large ones by memory that the device writes to itself, which torch
     keeps for the next: such a copy is several times as fast."""
-    if tensor.is_cuda and tensor.nbytes >= SHARED_MEMORY_FROM:
-        try:
+    if not tensor.is_cuda or tensor.nbytes < SHARED_MEMORY_FROM:
+        return tensor.cpu()
+    try:
+        with _beside_captures(tensor.get_device()):
             host = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=True)
-        except RuntimeError:
-            return tensor.cpu()  # there is no such memory left
-        host.copy_(tensor.as_strided((tensor.numel(),), (1,)), non_blocking=True)
-        torch.cuda.current_stream(tensor.device).synchronize()
-        return host
-    return tensor.cpu()
+            host.copy_(tensor.as_strided((tensor.numel(),), (1,)), non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+            return host
+    except RuntimeError:  # there is no such memory left
+        return tensor.cpu()
+
+
+def _beside_captures(device: int) -> AbstractContextManager[None]:
+    """Makes a CUDA device the current one; in it, calls that CUDA does not allow while another thread captures a graph
+    leave that capture alone.
+
+    Raises:
+        CudaError: the CUDA runtime cannot be called.
+    """
+    CUDA.load()
+    return CUDA.on(device)
 
 
 def staged(tensor: torch.Tensor, target: str) -> torch.Tensor:
@@ -83,26 +98,34 @@ def staged(tensor: torch.Tensor, target: str) -> torch.Tensor:
     nbytes = tensor.nbytes
     if nbytes < _STAGED_FROM or not target.startswith("cuda") or not have_device(target):
         return tensor
-    with torch.cuda.device(target):
-        if torch.cuda.is_current_stream_capturing():
-            raise DecodeError(
-                f"a tensor cannot arrive on {target} while a CUDA graph is captured; make the call before or after that"
-            )
-        try:
-            pieces = [
-                torch.empty(min(nbytes, WORTH_HELP), dtype=torch.uint8, device="cpu", pin_memory=True)
-                for _ in range(2 if nbytes > WORTH_HELP else 1)
-            ]
-        except RuntimeError:
-            return tensor  # there is no such memory left
-        result = torch.empty_like(tensor, device=target)
-        source, flat, stream = tensor.data_ptr(), result.view(torch.uint8), torch.cuda.current_stream()
-        was_read: list[torch.cuda.Event] = []
-        for number, start in enumerate(range(0, nbytes, WORTH_HELP)):
-            piece, size = pieces[number % 2], min(WORTH_HELP, nbytes - start)
-            if number >= 2:
-                was_read[number - 2].synchronize()
-            copy_memory(piece.data_ptr(), source + start, size, (piece, tensor))
-            flat[start : start + size].copy_(piece[:size], non_blocking=True)
-            was_read.append(stream.record_event())
-        return result
+    index = torch.device(target).index
+    try:
+        with _beside_captures(torch.cuda.current_device() if index is None else index):
+            if torch.cuda.is_current_stream_capturing():
+                raise DecodeError(
+                    f"a tensor cannot arrive on {target} while a CUDA graph is captured; make the call before or after "
+                    "that"
+                )
+            return _in_pieces(tensor, nbytes)
+    except DecodeError:
+        raise
+    except RuntimeError:  # there is no such memory left: torch has a way without
+        return tensor
+
+
+def _in_pieces(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    pieces = [
+        torch.empty(min(nbytes, WORTH_HELP), dtype=torch.uint8, device="cpu", pin_memory=True)
+        for _ in range(2 if nbytes > WORTH_HELP else 1)
+    ]
+    result = torch.empty_like(tensor, device="cuda")
+    source, flat, stream = tensor.data_ptr(), result.view(torch.uint8), torch.cuda.current_stream()
+    was_read: list[torch.cuda.Event] = []
+    for number, start in enumerate(range(0, nbytes, WORTH_HELP)):
+        piece, size = pieces[number % 2], min(WORTH_HELP, nbytes - start)
+        if number >= 2:
+            was_read[number - 2].synchronize()
+        copy_memory(piece.data_ptr(), source + start, size, (piece, tensor))
+        flat[start : start + size].copy_(piece[:size], non_blocking=True)
+        was_read.append(stream.record_event())
+    return result

@@ -23,6 +23,7 @@ import torch
 from .._torch import DisableTorchFunctionSubclass, tree_leaves
 from ..errors import DecodeError, EncodeError, text_of
 from ..options import SHARED_MEMORY_FROM
+from ..primitives import current
 from ..primitives.interrupts import interruptible, is_interrupt
 from ..transport.base import Buffer, Frames
 from .by_value import ByValuePickler, Dependencies
@@ -223,6 +224,8 @@ class Values:
         """Rebuilds the definitions that a message carries."""
         with unpickling(self, sender):
             interruptible(self.definitions.receive, carried, sender)
+        for device in current.thread.used_devices:  # other threads use what is in them, on streams of theirs
+            torch.accelerator.current_stream(device).synchronize()
 
 
 def reason_of(error: BaseException) -> str:

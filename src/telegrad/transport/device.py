@@ -33,7 +33,7 @@ from ..primitives.interrupts import critical
 from .cuda import Cuda, CudaError
 from .device_board import COPY, FAILED, QUEUED, READER_CLOSED, Board, janitor, of_this_process
 from .device_mappings import Arrived, DeviceMappings
-from .device_pool import DevicePool, Places
+from .device_pool import DevicePool, Place, Places
 
 MAGIC_BYTES = 32
 
@@ -143,39 +143,67 @@ class DeviceLane:
         into.append(Placed(place.id, tensor.nbytes, fresh))
         return True
 
+    def after_write(self, placed: Sequence[Placed], said: Sequence[Offer | Answer], *, written: bool) -> None:
+        """A message was written, and its tensors are copied; or it was not, and they will not be."""
+        if not written:
+            self.take_back(placed, said)
+        elif placed:
+            self.fill(placed)
+
     def fill(self, placed: Sequence[Placed]) -> None:
         """Copies into the places of a message that was written, in the order of the current streams. Called by the
         thread that has encoded it, in the same critical section. If CUDA fails now, the peer hears of it: the message
         cannot be called back."""
-        for one in placed:
-            assert self._places is not None
-            found = self._places.get(one.place)
-            assert found is not None  # for as long as it is being filled
-            pool, place = found
-            states, tensor = self._places.board.bytes, place.source
-            assert tensor is not None
-            copies = False
-            try:
-                with self._cuda.at(pool.device):
-                    stream = self._cuda.stream(pool.device)
-                    if one.nbytes:
-                        self._cuda.copy(place.pointer, tensor.data_ptr(), one.nbytes, stream)
-                        copies = True
-                        self._cuda.keep_for_stream(tensor, pool.device, stream)
-                    self._cuda.record(place.event, stream)
-            except Exception as error:
-                states[COPY + place.id] = FAILED
-                why = text_of(error)
-                logger.warning("a tensor on cuda:%d did not get to worker %r: %s", pool.device, self._peer, why)
-                if copies:
-                    pool.retire(place)  # nothing says when the copy ends
-            else:
-                states[COPY + place.id] = QUEUED
-                with self._lock:
-                    self._puts += 1
-                    self._bytes_put += one.nbytes
-            place.source = None
-            pool.filled(place)
+        left = list(placed)
+        try:
+            while left:
+                pool, place = self._found(left[0])
+                try:
+                    self._copy_in(pool, place, left[0].nbytes)
+                except Exception as error:
+                    self._fail(pool, place)
+                    why = text_of(error)
+                    logger.warning("a tensor on cuda:%d did not get to worker %r: %s", pool.device, self._peer, why)
+                left.pop(0)
+        except BaseException:  # of a handler of a signal's: the peer must not wait for what does not come
+            for one in left:
+                self._fail(*self._found(one))
+            raise
+
+    def _found(self, one: Placed) -> tuple[DevicePool, Place]:
+        """A place of ours, which is there for as long as it is being filled."""
+        assert self._places is not None
+        found = self._places.get(one.place)
+        assert found is not None
+        return found
+
+    def _copy_in(self, pool: DevicePool, place: Place, nbytes: int) -> None:
+        cuda, device, tensor = self._cuda, pool.device, place.source
+        assert tensor is not None
+        with cuda.at(device):
+            if cuda.is_capturing():  # another thread has begun to capture this stream since reserve()
+                raise CudaError("a CUDA graph is captured")
+            stream = cuda.stream(device)
+            if nbytes:
+                place.is_unsettled = True
+                cuda.copy(place.pointer, tensor.data_ptr(), nbytes, stream)
+                cuda.keep_for_stream(tensor, device, stream)
+            cuda.record(place.event, stream)
+            place.is_unsettled = False
+        self._places.board.bytes[COPY + place.id] = QUEUED  # type: ignore[union-attr]
+        place.source = None
+        pool.filled(place)
+        with self._lock:
+            self._puts += 1
+            self._bytes_put += nbytes
+
+    def _fail(self, pool: DevicePool, place: Place) -> None:
+        """Tells the peer that it will not be filled."""
+        self._places.board.bytes[COPY + place.id] = FAILED  # type: ignore[union-attr]
+        if place.is_unsettled:
+            pool.retire(place)
+        place.source = None
+        pool.filled(place)
 
     def _offer(self, device: int) -> None:
         """Offers a device to the peer, once. Called inside of `cuda.on(device)`."""

@@ -9,6 +9,7 @@ recorded behind its copy, is done: the byte speaks of the peer's host, the event
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections import Counter, deque
@@ -61,6 +62,7 @@ class Place:
     event_handle: bytes
     announced: bool = False  # whether the peer knows it
     source: torch.Tensor | None = None  # what is to be copied into it, once its message is written
+    is_unsettled: bool = False  # a copy into it may have begun, and no event says when it ends
 
     @property
     def pointer(self) -> int:
@@ -215,8 +217,8 @@ class DevicePool:
         self._filling.discard(place)
 
     def retire(self, place: Place) -> None:
-        """It is never used again."""
-        with self._lock:
+        """It is never used again. Any number of times."""
+        with self._lock, contextlib.suppress(ValueError):
             self._out[place.capacity].remove(place)
 
     def give_back(self, place: Place) -> None:

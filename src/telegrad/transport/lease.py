@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 PATIENCE = 5e-3  # seconds that a thread may keep the lease while it does other work, before it is relieved
 _LIVELY = 1e-3  # messages at most this many seconds apart count as close
 # Beside devices work of theirs, and hops to threads of torch's, lie between two messages: both limits are so many times
-# as long there. On an H200, with both settings in turns in the same two processes, passes through ten chained calls took
-# 4 to 10 % less time in each of four runs, those through one call up to 4 %, and calls as much as before.
+# as long there. On an H200, with both settings in turns in the same processes, passes through ten chained calls took 4
+# to 10 % less time in each of four runs, those through one call up to 4 % less, and calls as much as before.
 _SPIN_BESIDE_DEVICES, _LIVELY_BESIDE_DEVICES = 3.5, 5
 # Two looks of a thread that spins are microseconds apart, unless another thread has its core. Now and then that is the
 # system's own work. But if it happens twice within a moment others want the core, and spinning only puts this thread
