@@ -39,7 +39,8 @@ def draw(suite: Suite, results: Results, title: str, path: Path) -> bool:
     height = sum(len(bars) * BAR_HEIGHT + GAP for _, bars in groups)
     picture, axes = pyplot.subplots(figsize=(10, 1.6 + 0.28 * height), layout="constrained")
     _draw_groups(axes, groups)
-    _dress(axes, groups, title, with_floors=bool(suite.floors))
+    _dress(axes, groups, with_floors=bool(suite.floors))
+    picture.suptitle(title, fontsize=10, x=0.01, ha="left")  # of the picture: the names take half of its width
     picture.savefig(path, dpi=130)
     pyplot.close(picture)
     return True
@@ -78,7 +79,7 @@ def _draw_groups(axes: Any, groups: list[tuple[str, list[Bar]]]) -> None:
     axes.set_yticks([where for where, _ in ticks], [name for _, name in ticks])
 
 
-def _dress(axes: Any, groups: list[tuple[str, list[Bar]]], title: str, *, with_floors: bool) -> None:
+def _dress(axes: Any, groups: list[tuple[str, list[Bar]]], *, with_floors: bool) -> None:
     from matplotlib.patches import Patch
     from matplotlib.ticker import EngFormatter, NullLocator
 
@@ -94,6 +95,5 @@ def _dress(axes: Any, groups: list[tuple[str, list[Bar]]], title: str, *, with_f
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("median time, logarithmic: shorter is better")
-    axes.set_title(title, loc="left", fontsize=10)
     sides = [*COLOURS.items(), *([("floor", FLOOR_COLOURS[0])] if with_floors else [])]
     axes.legend(handles=[Patch(color=colour, label=name) for name, colour in sides], loc="upper right", frameon=False)
