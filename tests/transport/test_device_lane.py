@@ -23,7 +23,7 @@ from telegrad.messages import Answer, Placed
 from telegrad.primitives import interrupts
 from telegrad.transport import device, device_mappings
 from telegrad.transport.cuda import Cuda, CudaError
-from telegrad.transport.device_board import ARRIVED, FREE, LENT, PLACES_END, READ, Board
+from telegrad.transport.device_board import ARRIVED, FREE, NAMED, PLACES_END, READ, Board
 from telegrad.transport.device_mappings import Arrived
 from telegrad.transport.device_pool import IDLE, SLAB, SLOT
 
@@ -904,7 +904,7 @@ def test_places_that_make_no_sense(pair: Pair) -> None:
         "short event": Placed(PLACES_END - 1, 10, msgspec.structs.replace(fresh, event=b"x")),
         "other device": Placed(PLACES_END - 1, 10, msgspec.structs.replace(fresh, device=1)),
     }
-    pair.a._places.board.bytes[PLACES_END - 1] = LENT
+    pair.a._places.board.bytes[PLACES_END - 1] = NAMED
     for what, one in bad.items():
         with pytest.raises(ProtocolError):
             pair.b.arrived([one])
@@ -998,10 +998,10 @@ def test_a_board_of_another_process() -> None:
 
     def check() -> None:
         theirs = Board.open(os.getppid(), number, token)
-        assert theirs.bytes[100] == LENT
+        assert theirs.bytes[100] == NAMED
         theirs.bytes[100] = READ
 
-    board.bytes[100] = LENT
+    board.bytes[100] = NAMED
     in_a_fork(check)
     assert board.bytes[100] == READ
     board.close()

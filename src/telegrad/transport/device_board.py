@@ -5,20 +5,20 @@ A board is a small piece of shared memory, made by the end that fills the places
 where only the same user may. Each place has two bytes in it. Where the first one is, is its number:
 
     FREE     not in use; the event was recorded by the end that fills
-    LENT     a message names it
+    NAMED    a message names it
     ARRIVED  the other end has read that message
     TAKEN    ... has seen the event, and copies out
     READ     ... has recorded the event behind its copy: as FREE, once the event is done
     DROPPED  the end that fills does not use it any more
     CLOSED   the other end has closed it
 
-The end that fills makes LENT of FREE and READ, and DROPPED of those; the other end makes all the other changes. To
+The end that fills makes NAMED of FREE and READ, and DROPPED of those; the other end makes all the other changes. To
 change one byte is all that a finaliser may do.
 
 The second one, so many bytes after it (COPY), is written by the end that fills alone. A message is written before what
 it names is copied, so that its receiver wakes and decodes meanwhile:
 
-    NOT_YET  the copy into a place that is LENT is not queued yet
+    NOT_YET  the copy into a place that is NAMED is not queued yet
     QUEUED   it is; from here on the event says whether it is done
     FAILED   it will not be
 """
@@ -42,7 +42,7 @@ from ..primitives import clock, current
 from ..primitives.interrupts import blocking
 from .shared_memory import _SEALS
 
-FREE, LENT, ARRIVED, TAKEN, READ, DROPPED, CLOSED = range(7)
+FREE, NAMED, ARRIVED, TAKEN, READ, DROPPED, CLOSED = range(7)
 NOT_YET, QUEUED, FAILED = range(3)
 PLACES_END = COPY = 1 << 16  # the first bytes of places are before it, the second ones behind it
 BOARD_BYTES = 2 * PLACES_END

@@ -31,7 +31,7 @@ from .device_board import (
     FAILED,
     FIRST_PLACE,
     FREE,
-    LENT,
+    NAMED,
     PLACES_END,
     QUEUED,
     READ,
@@ -153,7 +153,7 @@ class DeviceMappings:
                 place = self._places.get(one.place)
                 if place is None or not 0 <= one.nbytes <= place.fresh.capacity:
                     raise ProtocolError(f"a message lies in place {one.place} of device memory, which is not known")
-                if board.bytes[one.place] != LENT:
+                if board.bytes[one.place] != NAMED:
                     raise ProtocolError(f"a message lies in place {one.place} of device memory, which is in use")
                 place.is_ours = False
                 found.append(Arrived(self, board, place, one.nbytes))

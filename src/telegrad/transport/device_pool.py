@@ -24,7 +24,7 @@ from ..messages import Fresh
 from ..options import KIB, MIB
 from ..primitives import clock
 from .cuda import Cuda, CudaError
-from .device_board import CLOSED, COPY, DROPPED, FIRST_PLACE, FREE, LENT, NOT_YET, PLACES_END, READ, TAKEN, Board
+from .device_board import CLOSED, COPY, DROPPED, FIRST_PLACE, FREE, NAMED, NOT_YET, PLACES_END, READ, TAKEN, Board
 
 SLOT = 64 * KIB  # the place of a small tensor
 SLAB = 4 * MIB  # the segment of such places
@@ -131,7 +131,7 @@ class DevicePool:
     # -- places ----------------------------------------------------------------------------------------
 
     def take(self, nbytes: int) -> Place | None:
-        """A place with room for `nbytes`, marked LENT; None: there is no room. Called inside of `cuda.on(device)`,
+        """A place with room for `nbytes`, marked NAMED; None: there is no room. Called inside of `cuda.on(device)`,
         and followed by filled() or give_back().
 
         Raises:
@@ -207,7 +207,7 @@ class DevicePool:
     def _lend_locked(self, place: Place) -> Place:
         place.segment.used_at = clock.now()
         self._board.bytes[COPY + place.id] = NOT_YET
-        self._board.bytes[place.id] = LENT
+        self._board.bytes[place.id] = NAMED
         self._filling.add(place)
         self._out.setdefault(place.capacity, deque()).append(place)
         return place
