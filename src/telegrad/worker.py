@@ -90,20 +90,19 @@ class Worker:
             receive=self.receive, on_expired=self._on_expired, on_lost=self.on_lost, on_marked=self.recorder.on_read,
             merge=self.attach.merge, arrive=self.references.incoming, on_control=self._on_control,
         )  # fmt: skip
-        self._server = Server(self, self._codec, self._threads)
-        self.calls = Calls(self, self._codec, self._peers, self._pending, self._reader, self._threads)
-        self.creations = Creations(self, self.calls)
-        self._self_ends = loopback(hello, self._lease, options)
-        self._peers.know_self(member, self._self_ends[0])
         # For gradients and references (gradients/host.py):
         self.submit = self._threads.submit
         self.wait, self.begin_turn = self._reader.wait, self._reader.begin_turn
         self.goes_by_lane = self._peers.goes_by_lane
         self.open_control = self._codec.open_control
-        self.post = self.calls.post
-        self.decode_error = self.calls.error_of
         self.name_of = self._peers.name_of
         self.engine = Engine(member, self.contexts, self, options.backward_timeout)
+        self._server = Server(self, self._codec, self._threads)
+        self.calls = Calls(self, self._codec, self._peers, self._pending, self._reader, self._threads)
+        self.creations = Creations(self, self.calls)
+        self._self_ends = loopback(hello, self._lease, options)
+        self._peers.know_self(member, self._self_ends[0])
+        self.post, self.decode_error = self.calls.post, self.calls.error_of  # for gradients as well
 
     @classmethod
     def start(

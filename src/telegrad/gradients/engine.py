@@ -11,6 +11,7 @@ but on the thread of a device: see Note [an engine call inside of another] in de
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from signal import SIGINT
@@ -56,6 +57,8 @@ from .torch_modes import current_modes
 
 Result = TypeVar("Result")
 
+_here: list[Engine] = []  # of all workers of this process; its single operations are atomic
+
 
 class Engine:
     """Gradients on one worker."""
@@ -75,6 +78,7 @@ class Engine:
         """Begins its work, when this worker has joined its group."""
         if self._id < 0:  # an observer
             return
+        _here.append(self)
         averaged.note_averaged_leaves(id(self))
         if plain:
             seam.put(self)
@@ -283,6 +287,8 @@ class Engine:
         for instruction in instructions:
             match instruction:
                 case Finish(workers):
+                    if root.begin.into_grad and len(_here) > 1:
+                        workers = self._finish_in_process(root.begin.pass_id, workers)
                     try:  # the others first: adding this worker's gradients up may fail
                         self._tell_end(root.begin.pass_id, workers, "")
                     finally:
@@ -299,6 +305,12 @@ class Engine:
                         root.waiter.set_done()
                 case Late(what):
                     logger.info("%s came after the end of pass %d", what, root.begin.pass_id)
+
+    def _finish_in_process(self, pass_id: int, workers: Sequence[int]) -> tuple[int, ...]:
+        """Ends the parts of other workers of this process: `.grad` of their leaves, which the caller of backward() may
+        look at next, must be complete when it returns. Returns the workers that are left to be told."""
+        ended = {engine._id for engine in list(_here) if engine is not self and engine.parts.finish_here(pass_id)}
+        return tuple([worker for worker in workers if worker not in ended])
 
     def _tell_end(self, pass_id: int, workers: Sequence[int], aborted: str) -> None:
         left = list(workers)
@@ -436,6 +448,8 @@ class Engine:
 
     def close(self) -> None:
         """Ends everything: this worker shuts down."""
+        if self in _here:
+            _here.remove(self)
         seam.remove(self)
         averaged.forget_averaged_leaves(id(self))
         self.parts.close()
@@ -446,3 +460,7 @@ class Engine:
         for context in self._contexts.all():
             self._contexts.take_out(context.id)
         self._contexts.plain.close()
+
+
+# In a fork: its workers are those of another process.
+os.register_at_fork(after_in_child=_here.clear)

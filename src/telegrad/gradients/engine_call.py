@@ -119,16 +119,18 @@ class EngineCall:
         return bool(self._context.id or not self._local.part.is_root) and not self._is_for_inputs()
 
     def _add_sends(self, starts: list[Any], gradients: list[Any]) -> dict[Node, None]:
-        """Adds the tensors that were sent to the starts: directly where the gradient is here, behind a Wait where not.
-        Returns the leaves among them."""
+        """Adds the tensors that were sent to the starts: those of the last message directly, since a participant does
+        not start before it has their gradients; the others behind Waits. Returns the leaves among them."""
         local = self._local
-        arrived = local.part.arrived if not local.part.missing else set(local.part.arrived)
+        last = -1 if local.part.is_root else local.part.sends[-1]
         waits: dict[int, list[Sent]] = {}
         inner: set[int] = set()  # of these: messages with tensors that are no small leaves
         for sent in local.sent.values():
             # A leaf's gradient is kept without a copy if nothing else holds it, as a start's would be. And None is no
             # start's gradient; but what is behind a node that returns None runs.
-            if sent.message in arrived and not sent.is_leaf and (gradient := self.take(sent.id)) is not None:
+            # Gradients of other messages that are here already go behind Waits all the same: which ones are here is
+            # chance, and the order in which the engine adds up gradients must not depend on it.
+            if sent.message == last and not sent.is_leaf and (gradient := self.take(sent.id)) is not None:
                 starts.append(_new_edge(GradientEdge, sent.edge))
                 gradients.append(gradient)
             elif sent.stand_in.requires_grad:  # a leaf may have been frozen since

@@ -4,12 +4,18 @@
     carry_out                        runs torch's engine (engine_call.py), reports to the root, adds gradients up
 
 A thread that reads carries out only what takes no time, and returns the rest as a task for another thread.
+
+# Note [.grad before the next call]
+The root sends End before it sends anything else, so `.grad` must be complete here before any call, answer or part of a
+pass that was read after End is handled. But adding to `.grad` can block and can run users' code (a tensor's subclass),
+which a thread that reads must not. So that thread only queues the pass in `due`, and returns a task that works the
+queue off. Whoever handles a later message works it off first (`commit_due`).
 """
 
 from __future__ import annotations
 
 from _thread import RLock  # threading.RLock is Python code
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,6 +39,7 @@ from .torch_modes import applied, restore_defaults
 _TOMBSTONES = 10_000
 _EARLY = 60.0  # seconds that gradients wait for the begin of their pass
 _GRACE = 5.0  # seconds that a participant waits longer than its root
+_LONGEST_ADDING = 60.0  # seconds
 _ASKING = 5.0  # seconds for which a root is asked for the state of a pass, before it is asked again
 
 
@@ -55,6 +62,8 @@ class Parts:
         self.passes: dict[int, LocalPass] = {}  # by id; single lookups go without the lock
         self._over: OrderedDict[int, None] = OrderedDict()  # tombstones
         self._closed = False
+        self.due: deque[LocalPass] = deque()  # finished, not in `.grad` yet; in the order of their ends
+        self._adding = RLock()  # held while `due` is worked off: later handlers wait for those that came first
         self._last_root = -1  # of the last plain backward() whose gradients are in `.grad`
         self._has_warned = False  # see _warn_of_sharing()
         self.poster = Poster(host, self.all, self._on_local_end)
@@ -174,6 +183,14 @@ class Parts:
 
     # -- what is to be done ----------------------------------------------------------------------------
 
+    def finish_here(self, pass_id: int) -> bool:
+        """Ends a part whose root is another worker of this process, on the root's thread; False if it is not known."""
+        local = self.passes.get(pass_id)
+        if local is None:
+            return False
+        self.end(local, "")
+        return True
+
     def end(self, local: LocalPass, aborted: str) -> None:
         """Ends a part: the root has said the last word, or it is gone, or the context is."""
         with local.lock:
@@ -209,8 +226,9 @@ class Parts:
                     else:
                         self._report(local, error)
                 case Commit():
-                    # With `into_grad`, `.grad` must be there before any call that was sent after the end is run.
-                    if reading and not (local.begin and local.begin.into_grad):
+                    if local.begin is not None and local.begin.into_grad:
+                        self.due.append(local)
+                    if reading:
                         later.append(instruction)
                     else:
                         self._commit(local)
@@ -225,6 +243,8 @@ class Parts:
         return partial(self.carry_out, local, later) if later else None
 
     def _run(self, local: LocalPass) -> None:
+        if self.due:
+            self.commit_due()
         error: BaseException | None = None
         events, running = self._host.events, None
         if events.subscribers:
@@ -287,8 +307,30 @@ class Parts:
     def _post(self, root_id: int, done: Done) -> None:
         self._host.post(root_id, Envelope(Kind.DONE, self._host.new_message_id()), done, None, None)
 
+    def commit_due(self) -> None:
+        """Adds the gradients of all passes in `due` to `.grad`. Returns when those are there that another thread adds."""
+        if not self._adding.acquire(timeout=_LONGEST_ADDING):  # a tensor's subclass may do anything when it is added
+            logger.error("worker %r: gradients are still being added to `.grad` after %g s", self._name, _LONGEST_ADDING)
+            return
+        try:
+            while self.due:
+                local = self.due[0]  # stays there meanwhile: other threads must see that there is something to wait for
+                try:
+                    self._add_up(local)
+                finally:
+                    if self.due and self.due[0] is local:
+                        self.due.popleft()
+        finally:
+            self._adding.release()
+
     def _commit(self, local: LocalPass) -> None:
-        """Adds the gradients of a part to the context's, or to `.grad`. Any number of times."""
+        """Adds the gradients of a part to the context's, or to `.grad`, after those that are due before it. Any number
+        of times."""
+        if self.due:
+            self.commit_due()
+        self._add_up(local)
+
+    def _add_up(self, local: LocalPass) -> None:
         context, begin = local.context, local.begin
         assert context is not None
         assert begin is not None
