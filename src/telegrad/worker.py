@@ -175,7 +175,8 @@ class Worker:
         self, connection: Connection, envelope: Envelope, body: Body, timeout: float | None,
         call: PendingCall | None = None, context: Context | None = None,
     ) -> None:  # fmt: skip
-        """Encodes a message and writes it. `call` waits for its answer; `context` is the one that it belongs to."""
+        """Encodes a message and writes it, in `timeout` seconds from when it is encoded; or by the deadline of `call`,
+        which waits for its answer. `context` is the one that it belongs to."""
         plain, nbytes = self.contexts.plain, -1  # until it is written
         if self.events.subscribers:
             envelope = self.recorder.mark(envelope, connection.peer)
@@ -198,15 +199,18 @@ class Worker:
                 self.references.outgoing(envelope, entries, connection.peer.id)
             if plain.dead or plain.to_forget:
                 envelope.forgotten = plain.outgoing(connection.peer.id)
+            counted = 0
+            if call is not None:
+                counted = sum(map(len, packed.buffers)) + OVERHEAD_BYTES
+                call.window.enter(counted, call.depth, call.deadline)
+                call.nbytes = counted
+                timeout = envelope.timeout = call.left()
             packed.header = encode_envelope(envelope)
             if self.events.subscribers:
                 report(self.events, "write", "started", envelope, connection, packed.nbytes)
             if call is None:
                 nbytes = connection.write(packed, timeout)
             else:
-                counted = sum(map(len, packed.buffers)) + OVERHEAD_BYTES
-                call.window.enter(counted, call.depth, call.timeout)
-                call.nbytes = counted
                 if call.caller_waits and counted < SHARED_MEMORY_FROM:
                     # The answer may be here before the write returns: be the thread that reads it.
                     call.reading = connection.lease.try_take()

@@ -17,8 +17,10 @@ from fault_programs import PATIENCE
 import telegrad
 from telegrad import _torch, autograd, errors, rpc
 from telegrad.events import logger
+from telegrad.gradients.rooted_pass import _LEAST_LOOKING, looking_time
 from telegrad.gradients.seam import PlainEngine
 from telegrad.optim.owner import settle
+from telegrad.primitives.current import current_worker
 
 
 def ones() -> torch.Tensor:
@@ -145,6 +147,29 @@ def test_a_pass_in_which_nothing_moves():
         with pytest.raises(errors.BackwardError, match=r"nothing has moved .* for 0.2 s .* workers \['b'"):
             loss.backward()
         engine.on_message = on_message
+
+
+@pytest.mark.parametrize("patience", [0.4, 3.0, 60.0])
+def test_asking_whether_something_moves_is_part_of_the_time_limit(patience):
+    assert patience - looking_time(patience) + max(looking_time(patience), _LEAST_LOOKING) <= patience + 1.0
+
+
+def test_others_are_asked_before_the_time_limit_is_over(monkeypatch):
+    """A frozen worker answers nothing: to ask it must not double the time until the pass fails."""
+    options = telegrad.Options(backward_timeout=2.0)
+    with telegrad.LocalCluster(["b"], transport="inproc", options=options) as cluster:
+        (b,) = (worker for worker in cluster._in_process if worker.name == "b")
+        engine = current_worker().engine
+        monkeypatch.setattr(b.engine, "on_message", lambda *args: None)  # what is sent there is lost
+        asked: list[float] = []
+        monkeypatch.setattr(engine.host, "ask", lambda *args: asked.append(args[-1]) or ({}, {}))
+        loss = rpc.rpc_sync("b", torch.mul, args=(ones(), 2)).sum()
+        with pytest.raises(errors.BackwardError, match="nothing has moved"):
+            loss.backward()
+        first, *rest = asked
+        assert first == 1.0
+        assert sum(rest) <= 0.5  # what the error says of the others
+        monkeypatch.undo()
 
 
 LIMIT = 1.0  # seconds; on a busy machine a thread that could run may have to wait for a part of one

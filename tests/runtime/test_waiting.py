@@ -95,7 +95,7 @@ def test_a_window_that_stays_full_lets_a_caller_go_in_time():
 
         def late() -> None:
             with pytest.raises(TimeoutError, match="120 bytes"):
-                window.enter(60, 1, 5.0)
+                window.enter(60, 1, world.now + 5.0)
 
         world.spawn(late)
         return lambda: None

@@ -52,7 +52,7 @@ from .outbox import Gradient, Outbox
 from .participant import Parts
 from .pasts import Past
 from .plan import Planner, checked_roots, edge_of
-from .rooted_pass import RootedPass, late_error, moves, raise_error
+from .rooted_pass import RootedPass, late_error, looking_time, moves, raise_error
 from .torch_modes import current_modes
 
 Result = TypeVar("Result")
@@ -174,6 +174,7 @@ class Engine:
         try:
             if thread.is_main and getsignal(SIGINT) is not on_signal:
                 guard()
+            began = clock.now()
             context: Context
             gradients: Sequence[Gradient]
             leaves: Sequence[Any]
@@ -208,12 +209,12 @@ class Engine:
             begin = Begin(pass_id, context.id, sends.get(self._id, ()), *options, own, modes)
             root = RootedPass(begin, BackwardPass(self._id, sends))
             root.patience = patience
-            now = clock.now()
-            local = LocalPass(pass_id, Part(is_root=True), now)
+            local = LocalPass(pass_id, Part(is_root=True), clock.now())
             local.context, local.begin, local.roots = context, begin, roots
             if patience is not None:
-                local.patience, local.moves = patience, partial(moves, root, self._id, self.host)
-            local.deadline = None if begin.timeout is None else now + begin.timeout
+                local.patience = patience - looking_time(patience)
+                local.moves = partial(moves, root, self._id, self.host)
+            local.deadline = None if begin.timeout is None else began + begin.timeout  # planning counts in
             local.depth = serving.depth + 1 if (serving := current.current_serving()) else 1
             for worker in root.state.others:
                 theirs = None if wanted is None else wanted.get(worker, ())

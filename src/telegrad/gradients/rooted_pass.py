@@ -18,7 +18,7 @@ from .diagnosis import PartState, explain, state_here
 from .host import Host
 
 _ASKING = 0.5  # seconds in which participants say what a failed pass awaited
-_LOOKING = 5.0  # the same, before it is given up
+_MOST_LOOKING, _LEAST_LOOKING = 5.0, 1.0  # the same, before it is given up: a part of its patience, within these
 
 _ADVICE = "No other worker has kept gradients of it; this one may have some in `.grad`: zero it before the next pass"
 _LOST = f"Its part of the graph is gone: run the forward pass again. {_ADVICE}"
@@ -35,6 +35,11 @@ class RootedPass(msgspec.Struct, eq=False):
     error: BaseException | None = None
     worker: int = -1  # where the error happened
     patience: float | None = None  # for how many seconds nothing may move; None: no limit
+
+
+def looking_time(patience: float) -> float:
+    """Returns how many of the seconds in which nothing may move go into asking the others whether anything does."""
+    return min(patience / 4, _MOST_LOOKING)
 
 
 def late_error(root: RootedPass, host: Host) -> CallTimeoutError:
@@ -55,7 +60,8 @@ def moves(root: RootedPass, worker_id: int, host: Host, describe: Callable[[int]
     """Asks all workers whether one of them computes; `describe` says it of this one, `worker_id`. One that computes for
     ever ends no pass, as it would not locally; but it is named in the log."""
     begin, others = root.begin, root.state.missing - {worker_id}
-    answers, _ = host.ask(others, state_here, (begin.context, begin.pass_id), _LOOKING)
+    seconds = max(looking_time(root.patience or 0.0), _LEAST_LOOKING)
+    answers, _ = host.ask(others, state_here, (begin.context, begin.pass_id), seconds)
     states = [describe(worker_id), *(state for state in answers.values() if state is not None)]
     busy = sorted(host.name_of(state.worker) for state in states if state.computes)
     if busy:

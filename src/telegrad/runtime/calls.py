@@ -98,7 +98,7 @@ class Calls:
             waiting = self._report_wait(call) if worker.events.subscribers else None
             if call.reading:
                 call.reading = False
-                self.reader.read_for(call, call.timeout)
+                self.reader.read_for(call, call.left())
             if not call.done:
                 self.reader.wait_for(call, None)
             if waiting is not None:
@@ -165,14 +165,15 @@ class Calls:
         else:
             limit = effective_timeout(timeout, worker.options.rpc_timeout, serving.deadline if serving else None)
             depth = serving.depth + 1 if serving else 1
+        deadline = None if limit is None else clock.now() + limit  # of all that follows
         peer = self.peers.known_peers.get(to) if isinstance(to, (str, int)) else None
         if peer is None or (connection := peer.connection) is None:
             peer, connection = self.reach(to, limit)
         function = body.function
         name = getattr(function, "__qualname__", None) or repr(function)
         call = PendingCall(
-            worker.new_message_id(), name, peer.member.name, limit, None if limit is None else clock.now() + limit,
-            depth, connection, peer.window, future, future is None and creates is None,
+            worker.new_message_id(), name, peer.member.name, limit, deadline, depth, connection, peer.window, future,
+            future is None and creates is None,
         )  # fmt: skip
         if future is not None:
             future.call = call

@@ -12,6 +12,7 @@ from .._torch import tree_map
 from ..errors import CallTimeoutError, HandedOverError, PeerLostError, text_of
 from ..events import logger
 from ..messages import Call
+from ..primitives import clock, current
 from ..primitives.futures import Future
 from ..primitives.interrupts import in_finaliser, interruptible
 from ..references.entries import Entry, Held
@@ -20,6 +21,8 @@ from .pending import PendingCall, effective_timeout
 
 if TYPE_CHECKING:
     from ..worker import Worker
+
+_LEAST = 1e-6  # seconds; a time limit of 0 would mean none
 
 
 class Creations:
@@ -36,9 +39,14 @@ class Creations:
         which it becomes one."""
         peer = self._peers.known_peers.get(to) if isinstance(to, (str, int)) else None
         if peer is None or peer.connection is None:
-            limit = effective_timeout(timeout, self._worker.options.rpc_timeout, None)
+            serving = current.current_serving()
+            enclosing = serving.deadline if serving else None
+            limit = effective_timeout(timeout, self._worker.options.rpc_timeout, enclosing)
+            deadline = None if limit is None else clock.now() + limit
             try:
                 peer, _ = self._calls.reach(to, limit)
+                if deadline is not None:
+                    timeout = max(_LEAST, deadline - clock.now())
             except CallTimeoutError as error:
                 if not isinstance(error.__cause__, PeerLostError) or error.__cause__.worker_id < 0:
                     raise

@@ -23,13 +23,12 @@ class Window:
         self._bytes: dict[int, int] = {}  # by depth
         self._waiting: list[Waiter] = []  # its single operations are atomic
 
-    def enter(self, nbytes: int, depth: int, timeout: float | None) -> None:
+    def enter(self, nbytes: int, depth: int, deadline: float | None) -> None:
         """Counts the bytes in, when there is room. One message always fits.
 
         Raises:
-            TimeoutError: there was none for `timeout` seconds.
+            TimeoutError: there was none by the deadline.
         """
-        deadline: float | None = None
         while True:
             with self._lock:
                 used = self._bytes.get(depth, 0)
@@ -38,12 +37,10 @@ class Window:
                     return
                 waiter = Waiter()
                 self._waiting.append(waiter)  # under the lock, so that bytes which leave from here on see it
-            if timeout is not None:
-                deadline = clock.now() + timeout if deadline is None else deadline
-                timeout = deadline - clock.now()
-                if timeout <= 0:
-                    raise TimeoutError(f"{self.bytes_in_flight()} bytes of calls to it are unanswered")
-            waiter.sleep(timeout)
+            left = None if deadline is None else deadline - clock.now()
+            if left is not None and left <= 0:
+                raise TimeoutError(f"{self.bytes_in_flight()} bytes of calls to it are unanswered")
+            waiter.sleep(left)
 
     def leave(self, nbytes: int, depth: int) -> None:
         with self._lock:

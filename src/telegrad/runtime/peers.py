@@ -172,9 +172,10 @@ class Peers:
         peer = self.known_peers.get(to)
         if peer is not None and (peer.connection is not None or not isinstance(to, str)):
             return peer
+        deadline = None if timeout is None else clock.now() + timeout
         member = self._group.find(to, timeout)
         if member is None:
-            known = sorted(m.name for m in self._group.members(timeout))
+            known = sorted(m.name for m in self._group.members(_left(deadline)))
             raise UnknownWorkerError(
                 f"worker {to!r} is not in this group (known: {known}); check the name given to init_rpc()"
             )

@@ -1,0 +1,98 @@
+"""A call has one deadline, from when it is made: connecting, encoding and waiting for room all count."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from jumping_clock import JumpingClock
+
+import telegrad
+from telegrad import errors, rpc
+from telegrad.primitives import clock, current
+from telegrad.primitives.current import current_worker
+
+PATIENCE = 30.0  # no wait in a test is longer
+LIMIT = 10.0
+SPENT = 6.0  # seconds of it, before the message is written
+
+
+@pytest.fixture
+def clock_of_test(jumping_clock: JumpingClock) -> Iterator[JumpingClock]:
+    with telegrad.LocalCluster(["a"], transport="inproc"):
+        rpc.rpc_sync("a", abs, args=(1,))
+        jumping_clock.stop()
+        yield jumping_clock
+
+
+class SlowToEncode:
+    jump: Any = None
+
+    def __reduce__(self) -> Any:
+        type(self).jump(SPENT)
+        return SlowToEncode, ()
+
+
+def time_left(_: object = None) -> float:
+    serving = current.current_serving()
+    assert serving is not None and serving.deadline is not None
+    return serving.deadline - clock.now()
+
+
+@pytest.mark.parametrize("way", ["sync", "async", "remote"])
+def test_encoding_counts(clock_of_test, way):
+    SlowToEncode.jump = clock_of_test.jump
+    args = (SlowToEncode(),)
+    if way == "sync":
+        left = rpc.rpc_sync("a", time_left, args=args, timeout=LIMIT)
+    elif way == "async":
+        left = rpc.rpc_async("a", time_left, args=args, timeout=LIMIT).wait()
+    else:
+        left = rpc.remote("a", time_left, args=args, timeout=LIMIT).to_here()
+    assert left == pytest.approx(LIMIT - SPENT)
+
+
+def test_a_call_whose_time_was_over_before_it_was_written(clock_of_test):
+    SlowToEncode.jump = lambda _: clock_of_test.jump(LIMIT + 1.0)
+    began = clock.now()
+    with pytest.raises(errors.CallTimeoutError, match="time_left"):
+        rpc.rpc_sync("a", time_left, args=(SlowToEncode(),), timeout=LIMIT)
+    assert clock.now() - began == pytest.approx(LIMIT + 1.0)
+
+
+def test_waiting_for_room_counts(clock_of_test):
+    """Another call's bytes fill the window; they go after a while."""
+    worker = current_worker()
+    window = worker.calls.peers.find("a").window
+    window.enter(worker.options.peer_byte_limit, 1, None)
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(worker.call, "a", time_left, timeout=LIMIT)
+        until = time.monotonic() + PATIENCE
+        while not window._waiting:
+            assert time.monotonic() < until
+        clock_of_test.jump(SPENT)
+        window.leave(worker.options.peer_byte_limit, 1)
+        assert found.result(PATIENCE) == pytest.approx(LIMIT - SPENT)
+
+
+@pytest.mark.parametrize("way", ["sync", "remote"])
+def test_connecting_counts(clock_of_test, way):
+    worker = current_worker()
+    peers = worker.calls.peers
+    reach, known = peers.reach, peers.known_peers
+
+    def slow_reach(to: Any, timeout: float | None) -> Any:
+        clock_of_test.jump(SPENT)
+        peers.reach, peers.known_peers = reach, known
+        return reach(to, timeout)
+
+    peers.reach, peers.known_peers = slow_reach, {}  # as if they had not met
+    if way == "sync":
+        left = worker.call("a", time_left, timeout=LIMIT)
+    else:
+        left = rpc.remote("a", time_left, timeout=LIMIT).to_here()
+    assert left == pytest.approx(LIMIT - SPENT)
