@@ -25,7 +25,7 @@ from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
 from .messages import KIND_NAMES, Call, Envelope, Failure, Hello, Kind, Member, WorkerInfo, message_ids, sender_of
 from .options import SHARED_MEMORY_FROM, Options
-from .primitives import current
+from .primitives import clock, current
 from .primitives.futures import Future
 from .primitives.interrupts import critical, install, interruptible, run_all, uninstall
 from .primitives.text import check_name
@@ -204,7 +204,8 @@ class Worker:
                 counted = sum(map(len, packed.buffers)) + OVERHEAD_BYTES
                 call.window.enter(counted, call.depth, call.deadline)
                 call.nbytes = counted
-                timeout = envelope.timeout = call.left()
+                timeout = None if call.deadline is None else max(0.0, call.deadline - clock.now())
+                envelope.timeout = timeout
             packed.header = encode_envelope(envelope)
             if self.events.subscribers:
                 report(self.events, "write", "started", envelope, connection, packed.nbytes)

@@ -98,7 +98,8 @@ class Calls:
             waiting = self._report_wait(call) if worker.events.subscribers else None
             if call.reading:
                 call.reading = False
-                self.reader.read_for(call, call.left())
+                left = None if call.deadline is None else max(0.0, call.deadline - clock.now())
+                self.reader.read_for(call, left)
             if not call.done:
                 self.reader.wait_for(call, None)
             if waiting is not None:

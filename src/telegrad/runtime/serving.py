@@ -74,7 +74,7 @@ class Server:
             context_token = current.context_id.set(autograd.context)
             pass_token = current.pass_id.set(autograd.during)
         try:
-            if deadline is not None and clock.now() > deadline:
+            if deadline is not None and clock.now() >= deadline:
                 raise CallTimeoutError(
                     "RPC ran for more than set timeout: the call waited for a thread until then, and was not run"
                 )
