@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import lease_check
 import pytest
 import torch
 from jumping_clock import JumpingClock
@@ -34,6 +35,7 @@ faulthandler.enable()
 # The first store of a process makes a pipe that libuv keeps for good: not ours, so it comes before any look.
 torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 gc.collect()
+lease_check.install()
 gc.freeze()  # what torch brought along is not looked at again: the leak check collects after every test
 
 
@@ -114,6 +116,26 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left, f"left behind: {left}"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def reading_is_checked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What threads do while they read is checked, but for modules that count calls, or play the part of a reader."""
+    if not getattr(request.module, "UNCHECKED", False) and request.path.parent.name != "transport":
+        yield
+        return
+    lease_check.uninstall()
+    yield
+    lease_check.install()
+
+
+@pytest.fixture(autouse=True)
+def readers_neither_block_nor_run_users_code() -> Iterator[None]:
+    lease_check.broken.clear()
+    yield
+    found = lease_check.broken[:]
+    lease_check.broken.clear()
+    assert not found, "\n".join(found)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_works() -> Iterator[None]:
     """Processes that run a part of the tests ignore Ctrl-C; tests of it press keys themselves."""
@@ -143,7 +165,7 @@ def jumping_clock(monkeypatch: pytest.MonkeyPatch) -> JumpingClock:
 @pytest.fixture(scope="session")
 def server() -> Iterator[telegrad.ForkServer]:
     """One warm process that forks all workers of the tests."""
-    with telegrad.ForkServer(preload=["torch._dynamo", "pytest", "hypothesis"]) as server:
+    with telegrad.ForkServer(preload=["torch._dynamo", "pytest", "hypothesis", "checked_workers"]) as server:
         # It has imported torch once it has forked something.
         with telegrad.LocalCluster(["warm"], server=server):
             pass

@@ -17,9 +17,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 logger = logging.getLogger("telegrad")
+
+
+def log_by(submit: Callable[[Callable[[], None]], object], level: int, text: str, *args: object) -> None:
+    """Has another thread log a text. For threads that read: handlers of logs are users' code, and may block."""
+    if logger.isEnabledFor(level):
+        submit(partial(logger.log, level, text, *args))
 
 
 class Event(NamedTuple):
@@ -43,6 +50,7 @@ class Events:
         # Replaced as a whole, never changed in place: it is read with no lock.
         self.subscribers: tuple[Callable[[Event], None], ...] = ()
         self._changing = threading.Lock()  # guards the replacing
+        self.submit: Callable[[Callable[[], None]], object] = lambda task: task()  # has another thread run a task
 
     def subscribe(self, subscriber: Callable[[Event], None]) -> Callable[[], None]:
         """Calls `subscriber` with each event, on the thread where it happens. Returns a function that ends it."""
@@ -64,8 +72,9 @@ class Events:
         for subscriber in self.subscribers:
             try:
                 subscriber(event)
-            except Exception:  # a reader must never break the run
-                logger.exception("an event subscriber failed and was ignored: %r", subscriber)
+            except Exception as error:  # a reader must never break the run
+                text = "an event subscriber failed and was ignored: %r: %r"
+                log_by(self.submit, logging.ERROR, text, subscriber, error)
 
 
 class Span(NamedTuple):

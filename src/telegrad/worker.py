@@ -76,9 +76,10 @@ class Worker:
         self._threads = Threads(
             member.name, self._poller, options.idle_thread_timeout, self._on_thread_start, self._tick
         )
+        self.events.submit = self._threads.submit
         self._lease = ReadLease(self._poller, options.spin)
         self._codec = Codec(member.id, hello.main, options.strict_devices)
-        self._pending = PendingCalls(self._on_expired, self._threads.new_timer)
+        self._pending = PendingCalls(self._on_expired, self._threads.new_timer, self._threads.submit)
         self.contexts = Contexts(member.id, self.new_message_id)
         self.attach = Attach(member.id, self.contexts, self.new_message_id)
         self.references = References(member.id, member.name, self)
@@ -96,7 +97,7 @@ class Worker:
         self.goes_by_lane = self._peers.goes_by_lane
         self.open_control = self._codec.open_control
         self.name_of = self._peers.name_of
-        self.engine = Engine(member, self.contexts, self, options.backward_timeout)
+        self.engine: Engine = Engine(member, self.contexts, self, options.backward_timeout)
         self._server = Server(self, self._codec, self._threads)
         self.calls = Calls(self, self._codec, self._peers, self._pending, self._reader, self._threads)
         self.creations = Creations(self, self.calls)

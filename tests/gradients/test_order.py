@@ -1,4 +1,4 @@
-"""When and in which order gradients reach `.grad`: complete when backward() returns, and summed in one order in every run."""
+"""`.grad` is complete when backward() returns, and sums have the same order in every run."""
 
 from __future__ import annotations
 

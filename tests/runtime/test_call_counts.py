@@ -5,18 +5,28 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
+import telegrad
 from telegrad import autograd, rpc
 from telegrad.primitives.current import current_worker
 
+UNCHECKED = True  # the checks are Python functions, too
+
 X = torch.ones(4, requires_grad=True)
 SMALL = torch.ones(16)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[telegrad.ForkServer]:
+    """One whose workers are not checked."""
+    with telegrad.ForkServer() as server:
+        yield server
 
 
 class Counter:

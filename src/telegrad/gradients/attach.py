@@ -7,6 +7,7 @@ incoming   tensors of such a message  -> the same, each with a Recv as its histo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -15,7 +16,7 @@ import torch
 
 from .._torch import current_graph_task_id
 from ..errors import GradientError, ProtocolError, UnknownContextError
-from ..events import logger
+from ..events import log_by
 from ..messages import COUNTER_BITS, Autograd, Envelope, Hello, LogEntry
 from ..options import reversed_map
 from ..primitives import current
@@ -162,7 +163,8 @@ class Attach:
             return self._arrived_plain(envelope.id, autograd, connection.peer.id) if autograd.sent else None
         context = self._live.get(autograd.context) or self._contexts.get_or_make(autograd.context)
         if context is None:
-            logger.info("message %d came after the end of its context %d", envelope.id, autograd.context)
+            late = "message %d came after the end of its context %d"
+            log_by(self._plain.submit, logging.INFO, late, envelope.id, autograd.context)
             return None
         sender = connection.peer.id
         context.heard_from.add(sender)

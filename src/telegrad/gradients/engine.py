@@ -11,6 +11,7 @@ but on the thread of a device: see Note [an engine call inside of another] in de
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +29,7 @@ from ..errors import (
     UnknownContextError,
     text_of,
 )
-from ..events import logger
+from ..events import log_by
 from ..messages import COUNTER_BITS, Begin, Done, End, Envelope, Failure, Forget, Kind, Member, Release, sender_of
 from ..primitives import clock, current
 from ..primitives.interrupts import (
@@ -305,7 +306,8 @@ class Engine:
                     if not root.waiter.done:
                         root.waiter.set_done()
                 case Late(what):
-                    logger.info("%s came after the end of pass %d", what, root.begin.pass_id)
+                    late = "%s came after the end of pass %d"
+                    log_by(self.host.submit, logging.INFO, late, what, root.begin.pass_id)
 
     def _finish_in_process(self, pass_id: int, workers: Sequence[int]) -> tuple[int, ...]:
         """Ends the parts of other workers of this process: `.grad` of their leaves, which the caller of backward() may
@@ -361,7 +363,8 @@ class Engine:
         """Takes the report of a participant, or of this worker's own part."""
         root = self._roots.get(pass_id)
         if root is None:
-            logger.info("the report of worker %d came after the end of pass %d", peer, pass_id)
+            late = "the report of worker %d came after the end of pass %d"
+            log_by(self.host.submit, logging.INFO, late, peer, pass_id)
         elif peer not in root.state.others and peer != self._id:
             self.parts.disbelieve(peer, f"a report of pass {pass_id}, which it has no part in")
         elif failure is not None:

@@ -14,6 +14,7 @@ queue off. Whoever handles a later message works it off first (`commit_due`).
 
 from __future__ import annotations
 
+import logging
 from _thread import RLock  # threading.RLock is Python code
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import CallTimeoutError, NotStartedError, PeerLostError, TooLargeError, UnknownContextError, text_of
-from ..events import logger
+from ..events import log_by, logger
 from ..messages import COUNTER_BITS, Begin, Done, Envelope, Kind, Member, sender_of, shortened
 from ..primitives import clock, current
 from .backward_pass import Commit, Discard, Interrupt, Late, Part, PartInstruction, Report, Start, State, Wake
@@ -58,6 +59,7 @@ class Parts:
         self._contexts = contexts
         self._host = host
         self._report_here = report_here
+        self._log_later = partial(log_by, host.submit)
         self._lock = RLock()  # guards all below; held for a moment only
         self.passes: dict[int, LocalPass] = {}  # by id; single lookups go without the lock
         self._over: OrderedDict[int, None] = OrderedDict()  # tombstones
@@ -106,7 +108,7 @@ class Parts:
         local = None if context is None else self._find_or_make(begin.pass_id)
         if local is None or context is None:
             what = f"the begin of pass {begin.pass_id} came after the end of it or its context"
-            logger.info("%s", what)
+            self._log_later(logging.INFO, "%s", what)
             self.on_end(begin.pass_id, what)  # gradients may have come before
             # The root would wait for this worker until its time is over.
             ended = UnknownContextError(
@@ -143,7 +145,8 @@ class Parts:
                 return None
         local = None if is_over else self.passes.get(pass_id) or self._find_or_make(pass_id)
         if local is None:
-            logger.info("the gradients of message %d came after the end of pass %d", envelope.reply_to, pass_id)
+            late = "the gradients of message %d came after the end of pass %d"
+            self._log_later(logging.INFO, late, envelope.reply_to, pass_id)
             return None
         arrived = Arrived(envelope, frames, messages)
         task: Task | None = None
@@ -179,7 +182,8 @@ class Parts:
     def disbelieve(self, peer: int, what: str) -> None:
         """Warns of a message that its sender had no right to send, and that is dropped."""
         name = self._host.name_of(peer)
-        logger.warning("worker %r: worker %r (id %d) has sent %s; this is dropped", self._name, name, peer, what)
+        text = "worker %r: worker %r (id %d) has sent %s; this is dropped"
+        self._log_later(logging.WARNING, text, self._name, name, peer, what)
 
     # -- what is to be done ----------------------------------------------------------------------------
 
@@ -237,7 +241,8 @@ class Parts:
                 case Discard():
                     self._forget(local)
                 case Late(what):
-                    logger.info("worker %r: %s came after the end of pass %d", self._name, what, local.pass_id)
+                    late = "worker %r: %s came after the end of pass %d"
+                    self._log_later(logging.INFO, late, self._name, what, local.pass_id)
         if local.part.is_over and not local.settled.done:
             local.settled.set_done()
         return partial(self.carry_out, local, later) if later else None
@@ -308,9 +313,11 @@ class Parts:
         self._host.post(root_id, Envelope(Kind.DONE, self._host.new_message_id()), done, None, None)
 
     def commit_due(self) -> None:
-        """Adds the gradients of all passes in `due` to `.grad`. Returns when those are there that another thread adds."""
+        """Adds the gradients of all passes in `due` to `.grad`, or waits for the thread that does."""
         if not self._adding.acquire(timeout=_LONGEST_ADDING):  # a tensor's subclass may do anything when it is added
-            logger.error("worker %r: gradients are still being added to `.grad` after %g s", self._name, _LONGEST_ADDING)
+            logger.error(
+                "worker %r: gradients are still being added to `.grad` after %g s", self._name, _LONGEST_ADDING
+            )
             return
         try:
             while self.due:
@@ -371,8 +378,7 @@ class Parts:
                 self.passes.pop(local.pass_id, None)
                 self._bury_locked(local.pass_id)
         if local.part.state is not State.FINISHED:
-            with local.committing:
-                local.gradients = None
+            local.gradients = None  # which nobody adds up, so no lock
 
     def _bury_locked(self, pass_id: int) -> None:
         self._over[pass_id] = None

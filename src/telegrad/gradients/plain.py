@@ -12,6 +12,7 @@ A message that was read and is never decoded is forgotten in the same way.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import deque
@@ -22,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from ..events import logger
+from ..events import log_by
 from ..messages import COUNTER_BITS, Forget, Kind, LogEntry
 from ..primitives import current
 from ..primitives.interrupts import finaliser
@@ -169,7 +170,8 @@ class Plain(Context):
         task, wrong = self.forget_sent(peer, ids)
         if wrong:
             name = self.name_of(peer)
-            logger.warning("worker %r has forgotten %d tensors that it was not sent; this is dropped", name, len(wrong))
+            text = "worker %r has forgotten %d tensors that it was not sent; this is dropped"
+            log_by(self.submit, logging.WARNING, text, name, len(wrong))
         return task
 
     def on_lost(self, peer: int) -> Task | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -9,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import CallTimeoutError, PeerLostError, ValueGoneError
-from ..events import logger
+from ..events import log_by, logger
 from ..gradients.host import Host
 from ..messages import sender_of
 from ..primitives import clock, current
@@ -186,7 +187,8 @@ class OwnedValues:
                 else:
                     refused.append((id, count, has))
         for id, count, has in refused:
-            logger.warning(
+            log_by(
+                self.host.submit, logging.WARNING,
                 "worker %r (id %d) gives back %d credits for the value %d of worker %r, of which it has %d: ignored",
                 self.host.name_of(peer), peer, count, id, self._name, has,
             )  # fmt: skip

@@ -25,13 +25,14 @@ ends no loans but those of its own values: anything else is logged, and changes 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from ..errors import PeerLostError, ProtocolError, TelegradError
-from ..events import logger
+from ..events import log_by, logger
 from ..gradients.host import Host
 from ..messages import Drop, Envelope, Hold, Kind, Lent, Return, sender_of
 from .entries import Arrival, Entry, Held, Owned, Task
@@ -260,7 +261,8 @@ class References(OwnedValues):
     def _on_hold(self, peer: int, id: int, loan: int) -> Task | None:
         lender = sender_of(loan)
         if lender == self._id:  # an owner lends its values without loans
-            logger.warning(
+            log_by(
+                self.host.submit, logging.WARNING,
                 "worker %r says that worker %r, the owner, has lent it the value %d: ignored",
                 self.host.name_of(peer), self._name, id,
             )  # fmt: skip
@@ -285,7 +287,8 @@ class References(OwnedValues):
             if is_true:
                 self._end_loan_locked(loan)
         if not is_true:
-            logger.warning(
+            log_by(
+                self.host.submit, logging.WARNING,
                 "worker %r (id %d) ends the loan of value %d to worker %d, as only its owner, worker %d, may: ignored",
                 self.host.name_of(peer), peer, entry.id, to, entry.owner,
             )  # fmt: skip

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CallTimeoutError
-from ..events import logger
+from ..events import log_by, logger
 from ..messages import Envelope
 from ..primitives import clock
 from ..primitives.waiter import Waiter
@@ -77,16 +78,18 @@ class PendingCalls:
     """The calls in flight, by message id. A timer expires those that no thread waits for: `on_expired` completes them.
 
     `new_timer` makes a timer: a function that has a task run on a thread of the worker, so many seconds after it was
-    called.
+    called. `submit` has another thread run a task.
     """
 
     def __init__(
         self,
         on_expired: Callable[[PendingCall], None],
         new_timer: Callable[[Callable[[], None]], Callable[[float], None]],
+        submit: Callable[[Callable[[], None]], None] = lambda task: task(),
     ) -> None:
         self.calls: dict[int, PendingCall] = {}  # by message id; its single operations are atomic
         self._on_expired = on_expired
+        self._submit = submit
         self._lock = threading.Lock()  # guards all below
         self.next_look = float("inf")  # read with no lock
         self._set_timer = new_timer(self._expire)
@@ -103,7 +106,8 @@ class PendingCalls:
         if call is None:
             return None
         if call.connection is not connection:
-            logger.warning(
+            log_by(
+                self._submit, logging.WARNING,
                 "worker %r has answered a call of %s that was made to worker %r; the answer is dropped",
                 connection.peer.name, call.function, call.peer,
             )  # fmt: skip
