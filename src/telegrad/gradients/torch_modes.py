@@ -14,7 +14,7 @@ from torch import is_grad_enabled
 
 from .._torch import is_any_autocast_enabled, len_torch_function_stack
 from ..messages import Modes
-from ..primitives import current
+from ..primitives.current import thread
 from .anomaly import anomaly_mode
 
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu")
@@ -50,7 +50,7 @@ def is_changed() -> bool:
         not is_grad_enabled()
         or is_any_autocast_enabled()
         or len_torch_function_stack() > 0
-        or flushes_denormals() is not current.thread.flushes_denormals
+        or (_DENORMAL * 1.0 == 0.0) is not thread.flushes_denormals
     )
 
 
@@ -64,8 +64,8 @@ def restore_defaults() -> None:
         torch.clear_autocast_cache()
     if len_torch_function_stack():
         torch.set_default_device(None)
-    if flushes_denormals() is not current.thread.flushes_denormals:
-        torch.set_flush_denormal(current.thread.flushes_denormals)
+    if flushes_denormals() is not thread.flushes_denormals:
+        torch.set_flush_denormal(thread.flushes_denormals)
 
 
 @contextmanager
