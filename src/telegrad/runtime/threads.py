@@ -40,9 +40,9 @@ class Threads:
 
     def start(self) -> None:
         """Starts the first thread: a message from outside finds it waiting."""
-        add_follower(self)
         with self._lock:
-            if not self._threads:
+            if not self._threads and not self._closed:
+                add_follower(self)
                 self._spawn_locked()
 
     def submit(self, task: Task) -> None:
