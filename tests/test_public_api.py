@@ -21,6 +21,7 @@ PUBLIC = {
     "WorkerInfo",
     "autograd",
     "errors",
+    "manual_seed",
     "rpc",
 }
 PUBLIC_IN_AUTOGRAD = {

@@ -14,6 +14,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,19 @@ def test_a_leaf_says_whether_it_has_post_accumulate_hooks() -> None:
     assert not x._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     x.register_post_accumulate_grad_hook(lambda _: None)
     assert x._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+
+@fact_of("len_torch_function_stack")
+def test_a_default_device_is_a_function_mode_of_the_thread() -> None:
+    assert _torch.len_torch_function_stack() == 0
+    torch.set_default_device("meta")
+    try:
+        assert _torch.len_torch_function_stack() == 1
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(_torch.len_torch_function_stack).result(10) == 0
+    finally:
+        torch.set_default_device(None)
+    assert _torch.len_torch_function_stack() == 0
 
 
 @fact_of("is_any_autocast_enabled")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from . import autograd, errors, rpc
     from .cluster.forkserver import ForkServer
     from .cluster.local import LocalCluster
+    from .cluster.seeding import manual_seed
     from .messages import WorkerInfo
     from .options import Options
     from .worker import Statistics, Worker
@@ -30,6 +31,7 @@ __all__ = [
     "WorkerInfo",
     "autograd",
     "errors",
+    "manual_seed",
     "rpc",
 ]
 
@@ -40,6 +42,7 @@ _HOMES = {
     "Statistics": "worker",
     "Worker": "worker",
     "WorkerInfo": "messages",
+    "manual_seed": "cluster.seeding",
 }
 
 

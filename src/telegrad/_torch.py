@@ -33,6 +33,7 @@ bind_apply = _C._FunctionBase.__dict__["apply"].__get__
 is_batched = _C._functorch.is_batchedtensor
 is_batched_by_autograd = _C._functorch.is_legacy_batchedtensor
 is_any_autocast_enabled = _C._is_any_autocast_enabled
+len_torch_function_stack = _C._len_torch_function_stack
 
 # tensors
 DisableTorchFunctionSubclass = _C.DisableTorchFunctionSubclass

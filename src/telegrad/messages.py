@@ -79,12 +79,14 @@ class Envelope(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class Modes(msgspec.Struct, frozen=True, array_like=True):
-    """The caller's thread-local modes, which hold while the function runs."""
+    """The caller's modes, which hold while the function runs."""
 
     grad: bool = True
     inference: bool = False
     autocast: tuple[tuple[str, bool, str], ...] = ()  # (device type, enabled, dtype name)
     autocast_cache: bool = True
+    anomaly: bool = False
+    check_nan: bool = True  # with `anomaly`
 
 
 class Settings(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

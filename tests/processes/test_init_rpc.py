@@ -18,6 +18,7 @@ from torch.distributed import HashStore
 
 import telegrad
 from telegrad import errors, rpc
+from telegrad.cluster.seeding import seed_of
 from telegrad.primitives import current
 from telegrad.rendezvous.address import open_store
 from telegrad.rendezvous.group import Group
@@ -77,6 +78,25 @@ def test_three_processes_meet(method, tmp_path):
     elif method == "file":
         env["INIT"] = f"file://{tmp_path}/store"
     assert run_ranks([RING] * 3, **env) == ["0 True\n", "1 True\n", "2 True\n"]
+
+
+SEEDED = """
+    import os, torch, telegrad
+    from telegrad import rpc
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(7 + rank)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, init_method=os.environ["INIT"])
+    if rank == 0:
+        print(torch.initial_seed(), rpc.rpc_sync("w1", torch.initial_seed))
+        telegrad.manual_seed(3)
+        print(torch.initial_seed(), rpc.rpc_sync("w1", torch.initial_seed))
+    rpc.shutdown()
+"""
+
+
+def test_each_process_seeds_itself_or_one_seeds_all(tmp_path):
+    out, _ = run_ranks([SEEDED, SEEDED], INIT=f"file://{tmp_path}/meet")
+    assert out.splitlines() == ["7 8", f"3 {seed_of('w1', 3)}"]
 
 
 def test_torchrun_is_a_launcher(tmp_path):

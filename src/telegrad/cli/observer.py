@@ -29,6 +29,7 @@ from ..messages import MIN_OBSERVER_ID, PROBE_ID, Member
 from ..options import Options
 from ..primitives import clock
 from ..primitives.current import current_worker
+from ..primitives.torch_threads import begin_thread
 from ..rendezvous.address import connect_store
 from ..rendezvous.group import Group
 from ..worker import Statistics, Worker
@@ -105,7 +106,7 @@ class Observer:
         """
         members = self._group.members(self._timeout)
         newest = {member.name: member for member in members}  # of each name: ids only grow
-        with ThreadPoolExecutor(min(len(newest), _MOST_AT_ONCE) or 1) as threads:
+        with ThreadPoolExecutor(min(len(newest), _MOST_AT_ONCE) or 1, initializer=begin_thread) as threads:
             seen = threads.map(lambda member: self._ask(member, sample), newest.values())
             return Look(self._group.world_size, tuple(seen))
 

@@ -29,6 +29,7 @@ import msgspec
 from ..errors import ClusterError
 from ..primitives import clock
 from ..primitives.interrupts import critical, install, run_all, uninstall
+from ..primitives.torch_threads import prepared
 from ..rendezvous.group import poll_until
 
 _LENGTH = struct.Struct("<I")
@@ -101,6 +102,7 @@ class ForkServer:
         self._socket, theirs = socket.socketpair()
         code = (
             "import importlib, sys, telegrad.autograd, telegrad.cluster.local, telegrad.rpc\n"  # and with them torch
+            "telegrad.cluster.seeding.numpy_random()\n"  # each worker seeds it
             "for module in sys.argv[3:]: importlib.import_module(module)\n"
             "from telegrad.cluster.forkserver import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
         )
@@ -113,7 +115,7 @@ class ForkServer:
                 start_new_session=True,  # Ctrl-C is for the owner, who ends the children in order
                 env={**os.environ, "PYTHONPATH": path},
             )
-        self._reader = threading.Thread(target=self._read, name="telegrad-forkserver", daemon=True)
+        self._reader = threading.Thread(target=prepared(self._read), name="telegrad-forkserver", daemon=True)
         self._reader.start()
 
     def spawn(self, jobs: list[Job], timeout: float) -> list[int]:

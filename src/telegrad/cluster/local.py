@@ -34,6 +34,7 @@ from ..rendezvous.group import Group, poll_until
 from ..transport.inproc import Hub
 from ..worker import Worker
 from .forkserver import ForkServer, Job
+from .seeding import checked, seed_of, seed_process
 
 
 class _Seat(msgspec.Struct, frozen=True):
@@ -44,6 +45,7 @@ class _Seat(msgspec.Struct, frozen=True):
     options: dict[str, Any]
     path: list[str]
     directory: str
+    seed: int
 
 
 class LocalCluster:
@@ -57,6 +59,8 @@ class LocalCluster:
         options: telegrad's options, for all of them.
         server: a ForkServer to use; one of its own is started otherwise, which takes as long as importing torch.
         start_timeout: how many seconds starting may take.
+        seed: the random numbers of each process follow from this and the worker's name; by default from the caller's
+            `torch.initial_seed()` when the cluster starts. The caller's own generators stay as they are.
 
     While it is entered, the caller's worker is the current one, so `telegrad.rpc.rpc_sync` uses it.
     """
@@ -70,9 +74,15 @@ class LocalCluster:
         options: Options | None = None,
         server: ForkServer | None = None,
         start_timeout: float = 60.0,
+        seed: int | None = None,
     ) -> None:
         if transport not in ("unix", "tcp", "inproc"):
             raise ValueError(f"transport is {transport!r}; choose 'unix', 'tcp' or 'inproc'")
+        if transport == "inproc" and seed is not None:
+            raise ValueError(
+                "seed= is for workers with processes of their own; with transport='inproc' all share this process's "
+                "generators: call torch.manual_seed()"
+            )
         all_names = [driver, *names]
         for name in all_names:
             check_name(name)
@@ -87,6 +97,7 @@ class LocalCluster:
             self._options = replace(self._options, transports=("tcp",))
         self._given_server = self._server = server
         self._start_timeout = start_timeout
+        self._seed = None if seed is None else checked(seed)
         self._undo: list[Callable[[], Any]] = []  # how to end what was started, the newest first
         self._pids: dict[str, int] = {}
         self._address = ""
@@ -185,7 +196,8 @@ class LocalCluster:
         self._at_end(self._worker.close, graceful=False)
         options = asdict(self._options)
         path = [os.path.abspath(p) if p else os.getcwd() for p in sys.path]
-        seats = [_Seat(name, store.port, options, path, os.getcwd()) for name in self.names]
+        seed = torch.initial_seed() if self._seed is None else self._seed
+        seats = [_Seat(n, store.port, options, path, os.getcwd(), seed_of(n, seed)) for n in self.names]
         child = "telegrad.cluster.local:run_child"
         jobs = [Job(seat.name, child, msgspec.msgpack.encode(seat)) for seat in seats]
         pids = server.spawn(jobs, max(0.0, deadline - clock.now()))
@@ -220,6 +232,7 @@ def run_child(argument: bytes) -> None:
     with contextlib.suppress(OSError):
         os.chdir(seat.directory)
     torch.set_num_threads(1)
+    seed_process(seat.seed)
     end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: end.set())
     store = TCPStore("127.0.0.1", seat.port, None, False, wait_for_workers=False)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from .._torch import current_graph_task_id, run_backward
+from ..primitives.torch_threads import prepared
 
 # Two threads must never touch one leaf's `.grad` at the same time: not even to read it is safe in torch. Held for a
 # moment only. Reentrant: a finaliser may run in it.
@@ -37,7 +38,7 @@ def can_go_by_node(leaf: torch.Tensor, gradient: torch.Tensor) -> bool:
 def add_by_nodes(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Adds gradients to their leaves' `.grad`."""
     if current_graph_task_id() >= 0:  # inside of an engine call, whose nodes this one would work off
-        thread = threading.Thread(target=add_by_nodes, args=(found,), daemon=True)
+        thread = threading.Thread(target=prepared(add_by_nodes, found), daemon=True)
         thread.start()
         thread.join()
         return

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..primitives.interrupts import finaliser
+from ..primitives.torch_threads import prepared
 
 DEEP = 4096  # nodes; what is smaller is freed by recursion
 
@@ -50,7 +51,7 @@ class Break:
         for wake in _wakes:
             wake()
             return
-        start_new_thread(free, ())
+        start_new_thread(prepared(free), ())
 
 
 def put_break(node: Any) -> None:

@@ -35,6 +35,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from .._torch import run_backward
+from ..primitives.torch_threads import prepared
 from . import deep, nodes
 from .nodes import AccumulateGrad
 from .torch_modes import applied, current_modes
@@ -201,7 +202,7 @@ def on_own_thread(function: Callable[[], Any]) -> Any:
             errors.append(error)
 
     context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(run,), name="telegrad-engine", daemon=True)
+    thread = threading.Thread(target=prepared(context.run, run), name="telegrad-engine", daemon=True)
     thread.start()
     try:
         thread.join()

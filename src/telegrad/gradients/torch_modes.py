@@ -1,4 +1,8 @@
-"""The caller's thread-local modes of torch, which hold on the callee: grad, inference and autocast."""
+"""The caller's modes of torch, which hold on the callee: grad, inference, autocast and anomaly mode.
+
+docs/threads-and-seeds.md lists them, and what else torch keeps per thread. A function of a user's leaves nothing of it
+behind on a thread of telegrad: which function runs there next is a matter of timing.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+from torch import is_grad_enabled
 
-from .._torch import is_any_autocast_enabled
+from .._torch import is_any_autocast_enabled, len_torch_function_stack
 from ..messages import Modes
+from ..primitives.current import thread
+from .anomaly import anomaly_mode
 
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu")
 
@@ -17,14 +24,34 @@ def current_modes() -> Modes | None:
     """The modes of this thread; None if they are torch's defaults."""
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
-    if grad and not inference and not is_any_autocast_enabled():
+    anomaly = torch.is_anomaly_enabled()
+    if grad and not inference and not anomaly and not is_any_autocast_enabled():
         return None
     autocast = tuple(
         (device, True, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
         for device in _DEVICE_TYPES
         if torch.is_autocast_enabled(device)
     )
-    return Modes(grad, inference, autocast, torch.is_autocast_cache_enabled())
+    cache, check_nan = torch.is_autocast_cache_enabled(), torch.is_anomaly_check_nan_enabled()
+    return Modes(grad, inference, autocast, cache, anomaly, check_nan)
+
+
+_DENORMAL = 5e-324
+
+
+def flushes_denormals() -> bool:
+    """Whether torch.set_flush_denormal() is on. It is a state of this thread's processor, which torch cannot read."""
+    return _DENORMAL * 1.0 == 0.0
+
+
+def is_changed() -> bool:
+    """Whether a function left something behind on this thread of telegrad."""
+    return (
+        not is_grad_enabled()
+        or is_any_autocast_enabled()
+        or len_torch_function_stack() > 0
+        or (_DENORMAL * 1.0 == 0.0) is not thread.flushes_denormals
+    )
 
 
 def restore_defaults() -> None:
@@ -35,6 +62,10 @@ def restore_defaults() -> None:
         for device in _DEVICE_TYPES:
             torch.set_autocast_enabled(device, False)
         torch.clear_autocast_cache()
+    if len_torch_function_stack():
+        torch.set_default_device(None)
+    if flushes_denormals() is not thread.flushes_denormals:
+        torch.set_flush_denormal(thread.flushes_denormals)
 
 
 @contextmanager
@@ -45,7 +76,8 @@ def applied(modes: Modes | None) -> Iterator[None]:
             yield
             return
         autocast = _autocast(modes) if modes.autocast else nullcontext()
-        with torch.inference_mode(modes.inference), torch.set_grad_enabled(modes.grad), autocast:
+        anomaly = anomaly_mode(modes.check_nan) if modes.anomaly else nullcontext()
+        with torch.inference_mode(modes.inference), torch.set_grad_enabled(modes.grad), autocast, anomaly:
             yield
     finally:
         restore_defaults()

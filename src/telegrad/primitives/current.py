@@ -57,6 +57,8 @@ engine_pass: Callable[[], EnginePass | None] = _no_pass
 
 class _Thread(threading.local):
     critical = 0  # above zero: this thread runs telegrad's own code. See interrupts.py
+    times_set = 0  # see torch_threads.py
+    flushes_denormals = False  # of a thread of telegrad: what users' functions find, and what is restored after them
     blocking = False  # in a critical section: an interrupt may come all the same
     relieve: Callable[[], None] | None = None  # ends this thread's Turn with the read lease; None: it has none
 

@@ -20,6 +20,7 @@ from typing import Any
 from ..errors import RendezvousError
 from ..primitives import clock
 from ..primitives.interrupts import critical, interruptible
+from ..primitives.torch_threads import prepared
 
 _IDLE = 0.2  # seconds without a request after which the thread ends
 
@@ -99,7 +100,7 @@ class StoreClient:
             if self._closed:
                 raise RendezvousError("the worker has left its group, and uses the group's store no more")
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._work, name="telegrad-store", daemon=True)
+                self._thread = threading.Thread(target=prepared(self._work), name="telegrad-store", daemon=True)
                 try:
                     self._thread.start()
                 except RuntimeError as error:

@@ -17,7 +17,7 @@ from signal import SIGINT
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
+from torch import Tensor, is_anomaly_enabled, is_grad_enabled, is_inference_mode_enabled
 
 from .._torch import BaseFuture, current_graph_task_id, is_any_autocast_enabled
 from ..errors import (
@@ -179,7 +179,7 @@ class Calls:
         if future is not None:
             future.call = call
         modes = None
-        if not is_grad_enabled() or is_inference_mode_enabled() or is_any_autocast_enabled():
+        if not is_grad_enabled() or is_inference_mode_enabled() or is_any_autocast_enabled() or is_anomaly_enabled():
             modes = current_modes()
         envelope = Envelope(_CALL, call.id, 0, limit, depth, modes)
         if maps := worker.options.device_maps:

@@ -19,7 +19,7 @@ import msgspec
 from ..errors import ConnectionClosedError, ProtocolError, TelegradError
 from ..events import Events, logger
 from ..messages import Envelope, Kind
-from ..primitives import clock, current, interrupts
+from ..primitives import clock, current, interrupts, torch_threads
 from ..primitives.waiter import Waiter
 from ..serialization.codec import KINDS, decode_envelope, not_understood
 from ..transport.base import Connection, Frames
@@ -88,6 +88,7 @@ class Reader:
         """Reads and runs what was read, until nothing more comes or the thread is relieved. The lease is held."""
         lease = self._lease
         turn = Turn(lease, self._hand_on)
+        thread = current.thread
         linger = 0.0
         try:
             while found := self._read(linger):
@@ -104,6 +105,8 @@ class Reader:
                 while turn.waiting:
                     message = turn.waiting.popleft()
                     turn.leave()
+                    if thread.times_set != torch_threads.times_set:
+                        torch_threads.follow()
                     try:
                         self._receive(message, None)
                     except BaseException:  # also a SystemExit: the thread is the worker's, and reads for all

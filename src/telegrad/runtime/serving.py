@@ -7,13 +7,11 @@ import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import is_grad_enabled
-
-from .._torch import BaseFuture, is_any_autocast_enabled
+from .._torch import BaseFuture
 from ..errors import CallTimeoutError, DecodeError, EncodeError, TooLargeError, TransportError
 from ..events import logger
 from ..gradients.contexts import Context
-from ..gradients.torch_modes import applied, restore_defaults
+from ..gradients.torch_modes import applied, is_changed, restore_defaults
 from ..messages import Call, Envelope, Kind, Reply, shortened
 from ..options import reversed_map
 from ..primitives import clock, current
@@ -82,7 +80,7 @@ class Server:
                 try:
                     result, is_async = self._run(message)
                 finally:
-                    if not is_grad_enabled() or is_any_autocast_enabled():
+                    if is_changed():
                         restore_defaults()
             else:
                 with applied(envelope.modes):

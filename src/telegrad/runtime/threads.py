@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Callable
 
 from ..events import logger
-from ..primitives import clock, current
+from ..gradients.torch_modes import flushes_denormals, is_changed, restore_defaults
+from ..primitives import clock, current, torch_threads
+from ..primitives.torch_threads import add_follower, prepared, remove_follower
 from ..transport.poller import Poller
 
 Task = Callable[[], None]
@@ -27,6 +29,7 @@ class Threads:
         self._idle_timeout = idle_timeout
         self._on_start = on_start  # runs first on each thread
         self._on_idle = on_idle  # runs now and then while there is nothing else to do; quick, and never raises
+        self._flushes_denormals = flushes_denormals()  # on the thread that starts the worker, and so on all of these
         self._tasks: deque[Task] = deque()  # appended and taken on any thread; its operations are atomic
         self._lock = threading.Lock()  # guards all below
         self._idle = 0  # threads that wait for something to do, or are about to
@@ -38,7 +41,8 @@ class Threads:
     def start(self) -> None:
         """Starts the first thread: a message from outside finds it waiting."""
         with self._lock:
-            if not self._threads:
+            if not self._threads and not self._closed:
+                add_follower(self)
                 self._spawn_locked()
 
     def submit(self, task: Task) -> None:
@@ -73,7 +77,8 @@ class Threads:
         if self._closed:
             return
         self._started += 1
-        thread = threading.Thread(target=self._run, name=f"telegrad-{self._name}-{self._started}", daemon=True)
+        name = f"telegrad-{self._name}-{self._started}"
+        thread = threading.Thread(target=prepared(self._run), name=name, daemon=True)
         # Not yet idle, but on its way: counted before it runs, or every busy thread would start another one.
         self._threads.add(thread)
         self._idle += 1
@@ -90,10 +95,16 @@ class Threads:
     def _run(self) -> None:
         current.thread.critical = 1  # but for users' code, see interrupts.py
         try:
+            current.thread.flushes_denormals = self._flushes_denormals
+            restore_defaults()
             self._on_start()
             while (found := self._wait()) is not None:
                 for task in found:
+                    if current.thread.times_set != torch_threads.times_set:
+                        torch_threads.follow()
                     self._attempt(task)
+                    if is_changed():
+                        restore_defaults()
                     del task  # what it holds must not live until the next one comes
                 found = None
         except BaseException:  # tasks raise nothing; it came while the thread waited for one, and counted as idle
@@ -168,4 +179,5 @@ class Threads:
         for thread in threads:
             thread.join(max(0.0, deadline - clock.now()))
         self._run_rest()
+        remove_follower(self)
         return not any(t.is_alive() for t in threads)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from ..primitives import current
 from ..primitives.interrupts import critical
+from ..primitives.torch_threads import prepared
 from .base import Buffer
 from .shared_memory import parts
 
@@ -143,7 +144,7 @@ class _Helpers:
             pass
 
     def _start(self) -> bool:
-        thread = threading.Thread(target=self._run, name="telegrad-copy", daemon=True)
+        thread = threading.Thread(target=prepared(self._run), name="telegrad-copy", daemon=True)
         self._threads.add(thread)
         try:
             thread.start()

@@ -40,6 +40,7 @@ from ..errors import text_of
 from ..events import logger
 from ..primitives import clock, current
 from ..primitives.interrupts import blocking
+from ..primitives.torch_threads import prepared
 from .shared_memory import _SEALS
 
 FREE, NAMED, ARRIVED, TAKEN, READ, DROPPED, CLOSED = range(7)
@@ -135,7 +136,7 @@ class Janitor:
             if job not in self._jobs:
                 self._jobs.append(job)
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="telegrad device memory", daemon=True)
+                thread = threading.Thread(target=prepared(self._run), name="telegrad device memory", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:  # the system has no thread to give: the next job tries again

@@ -18,6 +18,7 @@ from ..messages import Hello
 from ..options import SHARED_MEMORY_FROM, Options
 from ..primitives import current
 from ..primitives.interrupts import blocking
+from ..primitives.torch_threads import prepared
 from .base import FORKED, BeforeWaiting, Buffer, Connection, ConnectionStatistics, Frames, deadline_of, left_until
 from .lease import ReadLease
 from .shared_memory import FREE, Segment, SegmentPool
@@ -277,7 +278,7 @@ class StreamConnection(Connection):
             except ConnectionClosedError:
                 pass
 
-        threading.Thread(target=finish, name=f"telegrad-write-{self.peer.name}", daemon=True).start()
+        threading.Thread(target=prepared(finish), name=f"telegrad-write-{self.peer.name}", daemon=True).start()
         late = HandedOverError(f"worker {self.peer.name!r} did not take the message in time; the rest of it follows")
         late.interrupt = None if isinstance(error, TimeoutError) else error
         return late
