@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from ..events import logger
-from ..messages import COUNTER_BITS, Forget, Kind, LogEntry
+from ..messages import COUNTER_BITS, MOST_ENDS, Forget, Kind, LogEntry
 from ..primitives import current
 from ..primitives.interrupts import finaliser
 from . import deep
@@ -213,6 +213,8 @@ class Plain(Context):
         """Takes what a message to that worker is to tell it."""
         with self.lock:
             self._sort_locked()
+            if len(self.to_forget.get(to, ())) > MOST_ENDS:
+                return ()  # _clear() is about to send them by themselves
             return tuple(self.to_forget.pop(to, ()))
 
     def not_written(self, ids: Iterable[int], to: int) -> None:
@@ -240,7 +242,8 @@ class Plain(Context):
                 if task is not None:
                     task()
             else:
-                tell(host, worker, Kind.FORGET, Forget(tuple(ids)))
+                for start in range(0, len(ids), MOST_ENDS):
+                    tell(host, worker, Kind.FORGET, Forget(tuple(ids[start : start + MOST_ENDS])))
 
     def close(self) -> None:
         """Ends with the worker."""
