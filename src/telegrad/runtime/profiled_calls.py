@@ -36,6 +36,7 @@ from .._torch import (
     qualified_name,
 )
 from ..messages import Profiling, Settings
+from ..primitives.interrupts import finaliser
 
 REMOTE = "#remote_op: "  # torch's own mark, between a call's key and an event of the callee
 BACKWARD = "torch::distributed::autograd::backward"  # torch's own name for a pass, at its root
@@ -212,7 +213,7 @@ def run(settings: Settings, worker_id: int, function: Callable[[], Any]) -> Any:
 
     if isinstance(result, BaseFuture):
         # The events of the function's own calls are there when its future is done.
-        return result.then(lambda done: profiled(done.value()))
+        return result.then(finaliser(lambda done: profiled(done.value())))
     return profiled(result)
 
 

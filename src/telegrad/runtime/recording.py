@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -23,7 +24,7 @@ from ..errors import TelegradError
 from ..events import Event, Events, logger
 from ..messages import KIND_NAMES, Envelope, Hello, Kind, Profiling, Session, sender_of
 from ..primitives import current
-from ..primitives.interrupts import interruptible
+from ..primitives.interrupts import finaliser, interruptible
 from ..transport.base import Connection, Frames
 from . import profiled_calls
 from .torch_profiler import Operators, clock_offset
@@ -174,8 +175,9 @@ class Recorder:
             self._drop(recording)  # there is no root that would collect it
         else:
             recording.part.told_by = told.call.id
-            told.add_done_callback(lambda done: self._on_told(recording, done))
+            told.add_done_callback(partial(self._on_told, recording))
 
+    @finaliser
     def _on_told(self, recording: _Recording, done: Any) -> None:
         try:
             is_wanted = done.value()

@@ -25,6 +25,7 @@ from ..gradients.torch_modes import applied, restore_defaults
 from ..messages import Call, Envelope, Failure, Kind, Reply, shortened
 from ..options import reversed_map
 from ..primitives import clock, current
+from ..primitives.interrupts import finaliser
 from ..serialization.codec import Codec
 from ..transport.base import Connection
 from . import profiled_calls
@@ -103,9 +104,7 @@ class Server:
         del message
         if is_async:
             # This thread is free: the answer is sent when the future completes.
-            result.add_done_callback(
-                lambda future: self._threads.submit(partial(self._answer_future, connection, envelope, future))
-            )
+            result.add_done_callback(partial(self._on_future, connection, envelope))
         else:
             self._answer(connection, envelope, result)
 
@@ -163,6 +162,10 @@ class Server:
             if settings is None:
                 return call.function(*call.args, **kwargs)
             return profiled_calls.run(settings, worker.id, partial(call.function, *call.args, **kwargs))
+
+    @finaliser
+    def _on_future(self, connection: Connection, call: Envelope, future: Any) -> None:
+        self._threads.submit(partial(self._answer_future, connection, call, future))
 
     def _answer_future(self, connection: Connection, call: Envelope, future: Any) -> None:
         try:

@@ -103,6 +103,7 @@ def _last_error() -> OSError:
 _forks = 0
 
 
+@finaliser
 def _count_fork() -> None:
     global _forks
     _forks += 1
