@@ -20,7 +20,9 @@ import torch
 
 import telegrad
 from telegrad import autograd, rpc
+from telegrad.gradients import plain
 from telegrad.primitives import current, interrupts
+from telegrad.runtime import profiled_calls
 from telegrad.worker import Worker
 
 SOURCE = str(Path(telegrad.__file__).parent)
@@ -201,6 +203,31 @@ def test_ctrl_c_at_every_line(cluster, program):
         healthy.check()
     assert not lost, f"the interrupt at these lines was lost: {lost}"
     healthy.check_all()
+
+
+@pytest.mark.parametrize("what", ["enter", "untracked", "local_only"])
+def test_ctrl_c_while_the_state_of_a_thread_is_changed(cluster, what):
+    with autograd.context() as context_id, autograd.context() as inner:
+        blocks: dict[str, Callable[[], Any]] = {
+            "enter": lambda: autograd.enter(context_id), "untracked": plain.untracked,
+            "local_only": profiled_calls.local_only,
+        }  # fmt: skip
+
+        def program() -> None:
+            with blocks[what]():
+                sys.settrace(None)
+
+        counter = Presser(-1)
+        counter.run(program)
+        for at in range(1, counter.lines + 1):
+            presser = Presser(at)
+            if not presser.run(program):
+                with pytest.raises(KeyboardInterrupt):  # it came in a finaliser
+                    time.sleep(PATIENCE)
+            gc.collect()  # a generator that was left by its caller ends when it dies
+            assert current.current_context_id() == inner, at
+            assert not plain.thread.untracked
+            assert not profiled_calls.is_local_only()
 
 
 def press(_: Any) -> None:

@@ -47,13 +47,14 @@ thread = _Thread()
 def untracked() -> Iterator[None]:
     """Has the calls that this thread makes meanwhile follow no tensors, in no context: they and their answers bring
     leaves."""
-    token, before = current.context_id.set(0), thread.untracked
+    context_id, before = current.context_id.get(), thread.untracked
     try:
+        current.context_id.set(0)
         thread.untracked = True
         yield
-    finally:
+    finally:  # an interrupt can come at a call: after the first of these, all is as before
         thread.untracked = before
-        current.context_id.reset(token)
+        current.context_id.set(context_id)
 
 
 class _Ref(weakref.ref[Node]):

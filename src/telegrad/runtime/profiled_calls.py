@@ -90,8 +90,9 @@ thread = _Thread()
 @contextmanager
 def local_only() -> Iterator[None]:
     """Calls made inside, by this thread, are not profiled at their callees."""
-    before, thread.is_local_only = thread.is_local_only, True
+    before = thread.is_local_only
     try:
+        thread.is_local_only = True
         yield
     finally:
         thread.is_local_only = before
