@@ -136,11 +136,18 @@ class enter:
 
     def __enter__(self) -> int:
         current_worker().contexts.get(self._id)
-        self._tokens.append(current.context_id.set(self._id))
-        return self._id
+        entered, before = len(self._tokens), current.context_id.get()
+        try:
+            self._tokens.append(current.context_id.set(self._id))
+            return self._id
+        except BaseException:  # an interrupt: the block is not entered, so it is not left
+            del self._tokens[entered:]
+            current.context_id.set(before)
+            raise
 
     def __exit__(self, *_: object) -> None:
-        current.context_id.reset(self._tokens.pop())
+        current.context_id.reset(self._tokens[-1])
+        self._tokens.pop()
 
 
 @untraced

@@ -21,6 +21,7 @@
     ├── MessageError
     │   ├── EncodeError          something in a message cannot be pickled
     │   ├── DecodeError          a message arrived that cannot be rebuilt here
+    │   │   └── OutOfMemoryError a worker has no memory for a message (also MemoryError)
     │   └── TooLargeError        a message over Options.max_message_bytes
     ├── HandedOverError          a write that was given up in the middle of a message, which still arrives (internal)
     └── TransportError (ConnectionError)
@@ -153,6 +154,10 @@ class EncodeError(MessageError):
 
 class DecodeError(MessageError):
     pass
+
+
+class OutOfMemoryError(DecodeError, MemoryError):
+    """A worker had no memory for one message. The connection goes on, and so does everything else."""
 
 
 class TooLargeError(MessageError):

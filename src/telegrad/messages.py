@@ -62,7 +62,9 @@ class Envelope(msgspec.Struct, array_like=True, omit_defaults=True):
 
     kind: int
     id: int
-    reply_to: int = 0  # the Call that a Reply or Failure answers; the message whose gradients these are
+    # The Call that a Reply or Failure answers; the message whose gradients these are; the pass of a Begin, or of a Done
+    # with a failure
+    reply_to: int = 0
     timeout: float | None = None  # seconds that are left until the deadline; None: no limit
     depth: int = 0  # how many calls enclose this one
     modes: Modes | None = None  # None: torch's defaults
@@ -159,6 +161,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 _LONGEST_TEXT = 4000
+MOST_ENDS = 2000  # in one Forget or Drop, or in the field of an envelope: the message stays a small one
 
 
 def shortened(failure: Failure) -> Failure:

@@ -3,10 +3,12 @@ works after it, its connections live, and nothing is left pending."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +20,9 @@ import torch
 
 import telegrad
 from telegrad import autograd, rpc
+from telegrad.gradients import plain
 from telegrad.primitives import current, interrupts
+from telegrad.runtime import profiled_calls
 from telegrad.worker import Worker
 
 SOURCE = str(Path(telegrad.__file__).parent)
@@ -77,6 +81,18 @@ def backward_pass() -> None:
         y = rpc.rpc_sync("a", twice, args=(x,)) + rpc.rpc_sync("b", twice, args=(x,))
         autograd.backward(context_id, [y.sum()])
         assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 4.0))
+
+
+async def awaiting(*, done: bool) -> None:
+    future = rpc.rpc_async("a", echo, args=(3,))
+    while done and not future.done():
+        await asyncio.sleep(0.001)
+    assert await future == 3
+
+
+def awaits() -> None:
+    asyncio.run(awaiting(done=True))
+    asyncio.run(awaiting(done=False))
 
 
 PROGRAMS = [call, large_call, nested_call, async_calls, value_elsewhere, backward_pass]
@@ -168,7 +184,7 @@ class Presser:
         return False
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", [*PROGRAMS, awaits], ids=lambda program: program.__name__)
 def test_ctrl_c_at_every_line(cluster, program):
     healthy = Healthy()
     counter = Presser(-1)
@@ -187,6 +203,110 @@ def test_ctrl_c_at_every_line(cluster, program):
         healthy.check()
     assert not lost, f"the interrupt at these lines was lost: {lost}"
     healthy.check_all()
+
+
+@pytest.mark.parametrize("what", ["enter", "untracked", "local_only"])
+def test_ctrl_c_while_the_state_of_a_thread_is_changed(cluster, what):
+    with autograd.context() as context_id, autograd.context() as inner:
+        blocks: dict[str, Callable[[], Any]] = {
+            "enter": lambda: autograd.enter(context_id), "untracked": plain.untracked,
+            "local_only": profiled_calls.local_only,
+        }  # fmt: skip
+
+        def program() -> None:
+            with blocks[what]():
+                sys.settrace(None)
+
+        counter = Presser(-1)
+        counter.run(program)
+        for at in range(1, counter.lines + 1):
+            presser = Presser(at)
+            if not presser.run(program):
+                with pytest.raises(KeyboardInterrupt):  # it came in a finaliser
+                    time.sleep(PATIENCE)
+            gc.collect()  # a generator that was left by its caller ends when it dies
+            assert current.current_context_id() == inner, at
+            assert not plain.thread.untracked
+            assert not profiled_calls.is_local_only()
+
+
+def press(_: Any) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def when_done(how: Callable[[Any], object]) -> None:
+    future = rpc.rpc_async("a", echo, args=(3,))
+    future.wait()
+    how(future)
+
+
+CALLBACKS: dict[str, Callable[[], object]] = {
+    "then, done": lambda: when_done(lambda future: future.then(press)),
+    "add_done_callback, done": lambda: when_done(lambda future: future.add_done_callback(press)),
+    "then, not done": lambda: slow().then(press).wait(),
+    "of a future of then": lambda: slow().then(lambda done: done.value()).then(press).wait(),
+    "set_result": lambda: waiting_with(slow()).set_result(5),
+}
+
+
+def slow() -> Any:
+    return rpc.rpc_async("a", time.sleep, args=(0.02,))
+
+
+def waiting_with(future: Any) -> Any:
+    future.add_done_callback(press)
+    return future
+
+
+@pytest.mark.parametrize("program", CALLBACKS.values(), ids=CALLBACKS)
+def test_ctrl_c_in_a_callback_of_a_future(cluster, program):
+    """torch makes a RuntimeError of it, or drops it."""
+    healthy = Healthy()
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            program()
+        except RuntimeError:  # of the future that `then` made, on another thread than this
+            time.sleep(PATIENCE)
+    healthy.check()
+
+
+def test_ctrl_c_while_the_main_thread_completes_the_future_of_a_served_call():
+    """torch drops it, and the call must be answered all the same."""
+    with telegrad.LocalCluster(["here"], transport="inproc"):
+        at, ended = 0, False
+        while not ended:
+            at += 1
+            completed.append(Awaited())
+            answer = rpc.rpc_async("here", unfinished)
+            assert served.wait(PATIENCE)
+            presser = Presser(at)
+            interrupted = presser.run(lambda: completed.pop().set_result(7))
+            ended = presser.lines < at
+            try:
+                assert answer.wait(PATIENCE) == 7
+                if not interrupted and not ended:
+                    time.sleep(PATIENCE)  # it comes a moment later
+            except KeyboardInterrupt:
+                interrupted = True
+            assert interrupted != ended
+            assert answer.wait(PATIENCE) == 7
+            served.clear()
+        assert at > 2
+
+
+completed: list[Any] = []  # futures of the calls that are served in this process
+served = threading.Event()
+
+
+class Awaited(torch.futures.Future[int]):
+    def add_done_callback(self, callback: Any) -> None:
+        super().add_done_callback(callback)
+        served.set()
+
+
+@rpc.functions.async_execution
+def unfinished() -> Any:
+    return completed[0]
 
 
 def test_ctrl_c_at_random_moments(cluster):

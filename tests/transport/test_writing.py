@@ -145,9 +145,10 @@ def interrupt() -> None:
     ("broken", "raised"),
     [
         (KeyboardInterrupt, KeyboardInterrupt),
-        (lambda: OSError(errno.ENOBUFS, "No buffer space available"), ConnectionClosedError),
+        (lambda: OSError(errno.EIO, "Input/output error"), ConnectionClosedError),
+        (lambda: MemoryError(), ConnectionClosedError),
     ],
-    ids=["Ctrl-C", "no buffers"],
+    ids=["Ctrl-C", "input/output error", "no memory"],
 )
 def test_a_writer_that_is_interrupted_while_it_sends_ends_the_connection(slow_ends, transport, broken, raised):
     """It is not known how much went out, and half a message would make nonsense of all that follow."""
@@ -257,6 +258,36 @@ def test_a_sender_with_too_many_descriptors_on_their_way_waits(ends):
     one.write(LARGE, WAIT)
     expect(other, LARGE)
     assert one._sock.too_many == 0
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+@pytest.mark.parametrize("frames", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("number", [errno.ENOBUFS, errno.ENOMEM], ids=["ENOBUFS", "ENOMEM"])
+def test_a_sender_whose_system_has_no_buffers_waits(ends, transport, frames, number):
+    class Starved(socket.socket):
+        times = 3
+
+        def _starve(self):
+            if self.times:
+                self.times -= 1
+                raise OSError(number, "no memory in the kernel")
+
+        def send(self, *args):
+            self._starve()
+            return super().send(*args)
+
+        def sendmsg(self, *args):
+            self._starve()
+            return super().sendmsg(*args)
+
+    one, other = ends(transport, wrap=lambda sock: Starved(fileno=sock.detach()))
+    one._sock.times = 1_000_000
+    with pytest.raises(TimeoutError, match="did not take the message in time"):
+        one.write(frames, 0.02)
+    one._sock.times = 3
+    one.write(frames, WAIT)
+    assert one._sock.times == 0
+    expect(other, frames)
 
 
 def test_segments_take_no_descriptors_once_they_were_passed_on(ends):

@@ -11,6 +11,7 @@ import torch.distributed.rpc.api as torch_api
 
 from .. import autograd, rpc
 from ..errors import CallTimeoutError, GradientError, PeerLostError, UnknownWorkerError
+from ..primitives.interrupts import finaliser
 from ..rpc import UNSET_TIMEOUT
 from ..rref import RRef
 from ..runtime import profiled_calls
@@ -57,6 +58,7 @@ def wait_all(futures: list[Future]) -> list[Any]:
     may_go_on = threading.Event()
     failed: list[Future] = []
 
+    @finaliser
     def on_done(future: Future) -> None:
         try:
             future.value()

@@ -86,8 +86,9 @@ def _follow(kind: Profile) -> None:
     def _start_trace(self: Profile) -> None:
         settings = Settings(bool(self.record_shapes), bool(self.profile_memory), bool(self.with_flops))
         asks = kind is legacy.profile or follows_newer
-        self._telegrad = profiled_calls.thread.active = ActiveProfile(settings, asks_callees=asks)
         try:
+            self._telegrad = ActiveProfile(settings, asks_callees=asks)
+            profiled_calls.thread.active = self._telegrad
             start_trace(self)
         except BaseException:
             _end(self)

@@ -24,6 +24,7 @@ from .._torch import current_graph_task_id
 from ..errors import (
     GradientError,
     NotStartedError,
+    OutOfMemoryError,
     PeerLostError,
     RemoteError,
     UnknownContextError,
@@ -32,15 +33,7 @@ from ..errors import (
 from ..events import log_by
 from ..messages import COUNTER_BITS, Begin, Done, End, Envelope, Failure, Forget, Kind, Member, Release, sender_of
 from ..primitives import clock, current
-from ..primitives.interrupts import (
-    critical,
-    deferred,
-    deliver,
-    getsignal,
-    guard,
-    interruptible,
-    on_signal,
-)
+from ..primitives.interrupts import critical, deferred, deliver, getsignal, guard, interruptible, on_signal
 from . import averaged, devices, seam
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, RootInstruction
 from .contexts import Context, Contexts
@@ -338,6 +331,8 @@ class Engine:
             if autograd is not None and autograd.done:
                 self._on_done(peer, autograd.during, None)
             return task
+        if envelope.kind == Kind.BEGIN and frames.missing:
+            return self.parts.on_unread(peer, envelope.reply_to, OutOfMemoryError(frames.missing))
         match self.host.open_control(envelope, frames):
             case Begin() as begin:
                 return self._on_begin(peer, begin, envelope.depth)

@@ -172,7 +172,7 @@ class Poster:
             begin, outbox.begin = outbox.begin, None
         if begin is not None:
             left = None if local.deadline is None else max(0.0, local.deadline - clock.now())
-            envelope = Envelope(Kind.BEGIN, self._host.new_message_id(), 0, left, local.depth)
+            envelope = Envelope(Kind.BEGIN, self._host.new_message_id(), begin.pass_id, left, local.depth)
             self._host.post(outbox.worker, envelope, replace(begin, timeout=left), left, None)
 
     def _post_held(self) -> None:

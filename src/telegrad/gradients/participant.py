@@ -122,6 +122,14 @@ class Parts:
         instructions = local.start(self._contexts)
         return self.carry_out(local, instructions, reading=True) if instructions else None
 
+    def on_unread(self, peer: int, pass_id: int, error: Exception) -> Task | None:
+        """Fails a pass whose begin this worker had no memory to read."""
+        if pass_id >> COUNTER_BITS != peer:
+            self.disbelieve(peer, f"the begin of pass {pass_id}, whose root it is not")
+            return None
+        self.on_end(pass_id, str(error))  # gradients may have come before
+        return partial(self._refuse, pass_id, peer, error)
+
     def _refuse(self, pass_id: int, root_id: int, reason: Exception) -> None:
         tell(self._host, root_id, Kind.DONE, Done(pass_id, self._host.encode_error(reason, root_id)))
 
@@ -305,12 +313,13 @@ class Parts:
         failure = None if error is None else self._host.encode_error(error, root_id)
         try:
             self._post(root_id, Done(pass_id, failure))
-        except TooLargeError:
+        except (TooLargeError, MemoryError):
             assert failure is not None
             self._post(root_id, Done(pass_id, shortened(failure)))
 
     def _post(self, root_id: int, done: Done) -> None:
-        self._host.post(root_id, Envelope(Kind.DONE, self._host.new_message_id()), done, None, None)
+        envelope = Envelope(Kind.DONE, self._host.new_message_id(), done.pass_id if done.failure else 0)
+        self._host.post(root_id, envelope, done, None, None)
 
     def commit_due(self) -> None:
         """Adds the gradients of all passes in `due` to `.grad`, or waits for the thread that does."""

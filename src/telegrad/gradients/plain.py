@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from ..events import log_by
-from ..messages import COUNTER_BITS, Forget, Kind, LogEntry
+from ..messages import COUNTER_BITS, MOST_ENDS, Forget, Kind, LogEntry
 from ..primitives import current
 from ..primitives.interrupts import finaliser
 from . import deep
@@ -48,13 +48,14 @@ thread = _Thread()
 def untracked() -> Iterator[None]:
     """Has the calls that this thread makes meanwhile follow no tensors, in no context: they and their answers bring
     leaves."""
-    token, before = current.context_id.set(0), thread.untracked
+    context_id, before = current.context_id.get(), thread.untracked
     try:
+        current.context_id.set(0)
         thread.untracked = True
         yield
-    finally:
+    finally:  # an interrupt can come at a call: after the first of these, all is as before
         thread.untracked = before
-        current.context_id.reset(token)
+        current.context_id.set(context_id)
 
 
 class _Ref(weakref.ref[Node]):
@@ -215,6 +216,8 @@ class Plain(Context):
         """Takes what a message to that worker is to tell it."""
         with self.lock:
             self._sort_locked()
+            if len(self.to_forget.get(to, ())) > MOST_ENDS:
+                return ()  # _clear() is about to send them by themselves
             return tuple(self.to_forget.pop(to, ()))
 
     def not_written(self, ids: Iterable[int], to: int) -> None:
@@ -242,7 +245,8 @@ class Plain(Context):
                 if task is not None:
                     task()
             else:
-                tell(host, worker, Kind.FORGET, Forget(tuple(ids)))
+                for start in range(0, len(ids), MOST_ENDS):
+                    tell(host, worker, Kind.FORGET, Forget(tuple(ids[start : start + MOST_ENDS])))
 
     def close(self) -> None:
         """Ends with the worker."""

@@ -13,7 +13,7 @@ import torch
 from .._torch import BaseFuture
 from ..errors import CallTimeoutError
 from . import current
-from .interrupts import finaliser, in_finaliser
+from .interrupts import calling_back, critical, finaliser, in_finaliser
 from .untraced import untraced, untraced_methods
 
 if TYPE_CHECKING:
@@ -83,28 +83,23 @@ class Future(torch.futures.Future[Any]):
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         """As torch's. The callback runs in the autograd context that this was called in."""
         self._with_callback()
-        return super().then(_in_this_context(callback))
+        return calling_back(super().then, _in_this_context(callback))
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """As torch's. The callback runs in the autograd context that this was called in."""
         self._with_callback()
-        super().add_done_callback(_in_this_context(callback))
+        calling_back(super().add_done_callback, _in_this_context(callback))
+
+    def set_result(self, result: Any) -> None:
+        """As torch's."""
+        calling_back(super().set_result, result)
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
 
-        def wake() -> None:
-            if not waiter.done():
-                waiter.set_result(None)
-
-        def on_done(_: object) -> None:
-            try:
-                loop.call_soon_threadsafe(wake)
-            except RuntimeError:
-                pass  # the loop was closed, and nothing awaits any more
-
-        self.add_done_callback(on_done)
+        with critical():  # where it is done, torch calls back at once
+            self.add_done_callback(partial(_wake, loop, waiter))
         yield from waiter
         return self.wait()
 
@@ -134,6 +129,19 @@ class Future(torch.futures.Future[Any]):
         self.has_callbacks = True
         if self._failure is not None:
             self._failure.seen.append(None)
+
+
+@finaliser
+def _wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None], _: object) -> None:
+    try:
+        loop.call_soon_threadsafe(partial(_set_done, waiter))
+    except RuntimeError:
+        pass  # the loop was closed, and nothing awaits any more
+
+
+def _set_done(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def _in_this_context(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -21,7 +21,9 @@ finaliser The garbage collector runs users' `__del__` on any thread, also while 
 On the path of a message the counter is raised and lowered inline. It is always set to a saved value, never
 decremented: a section that was left by an exception in the wrong place is mended by the one around it.
 
-Finalisers of telegrad's own are marked (`finaliser`): Python drops an exception that is raised in one.
+Finalisers of telegrad's own are marked (`finaliser`): Python drops an exception that is raised in one. torch drops
+those of callbacks of futures. Callbacks of telegrad's own are marked, too. Where users' callbacks may run, an interrupt
+that was raised in one is raised again when torch has returned (`calling_back`).
 
 Handlers of other signals that raise (SIGALRM, SIGTERM) are not deferred.
 """
@@ -32,6 +34,7 @@ import _thread
 import os
 import signal
 import sys
+import threading
 import time
 from _signal import getsignal as getsignal  # type: ignore[import-not-found]  # signal.getsignal is Python code, and this runs with every call
 from collections.abc import Callable
@@ -54,6 +57,7 @@ _finalisers: set[Any] = set()  # code of functions that the interpreter calls wh
 deferred: list[float] = []  # when the interrupt came that waits for a section's end; the main thread's own
 _previous: Callable[[int, Any], Any] = signal.default_int_handler
 _users: set[int] = set()  # ids of the objects that want the handler; its single operations are atomic
+_raised = 0  # how many interrupts were raised; the main thread's own
 _held = 0  # above zero: an ending runs on the main thread, and an interrupt waits for its end
 
 
@@ -166,7 +170,26 @@ def deliver() -> None:
     """Raises the interrupt that was deferred, if this is the main thread and no ending runs on it."""
     if thread.is_main and deferred and not _held:
         deferred.clear()
-        _previous(signal.SIGINT, sys._getframe())
+        _raise(sys._getframe())
+
+
+def _raise(frame: Any) -> None:
+    global _raised
+    try:
+        _previous(signal.SIGINT, frame)
+    except KeyboardInterrupt:
+        _raised += 1
+        raise
+
+
+def calling_back(function: Callable[..., Result], *args: Any) -> Result:
+    """Calls a function of torch's that may run callbacks of a future on this thread. torch drops what they raise, or
+    makes another error of it: an interrupt that came in one raises here, when torch has returned."""
+    before = _raised
+    result = function(*args)
+    if _raised != before and thread.is_main:
+        raise KeyboardInterrupt
+    return result
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -186,12 +209,13 @@ def on_signal(signum: int, frame: Any) -> None:
         _thread.start_new_thread(_press_again, ())
         return
     deferred.clear()
-    _previous(signum, frame)
+    _raise(frame)
 
 
 def finaliser(function: Function) -> Function:
-    """Marks a function that the interpreter calls when an object dies: an exception in it goes nowhere. So an interrupt
-    that comes in it is put off, for a moment, by a thread that presses the keys again."""
+    """Marks a function whose exceptions go nowhere: the interpreter calls it when an object dies or the process forks,
+    or torch when a future is done. An interrupt that comes in it is put off, for a moment, by a thread that presses the
+    keys again."""
     _finalisers.add(function.__code__)
     return untraced(function)  # it may run in the middle of what is compiled
 
@@ -208,7 +232,8 @@ def _is_in_finaliser(frame: Any) -> bool:
 
 def _press_again() -> None:
     time.sleep(_SOON)
-    _thread.interrupt_main(signal.SIGINT)
+    # A signal of the system's: it also wakes a main thread that blocks, as _thread.interrupt_main() does not.
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
 
 
 def in_finaliser(what: str) -> FinaliserError:

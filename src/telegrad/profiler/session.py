@@ -8,7 +8,6 @@ torch's class does the rest: the schedule, the steps, on_trace_ready.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +19,7 @@ from ..errors import TelegradError
 from ..events import logger
 from ..messages import Session, Settings
 from ..primitives.current import current_worker
+from ..primitives.interrupts import critical, interruptible, run_all
 from ..runtime.broadcast import ask
 from ..runtime.recording import Part, ask_recorder
 from ..runtime.torch_profiler import clock_offset
@@ -31,6 +31,7 @@ from .timeline import make_trace
 from .trace import StrPath, Trace
 
 PATIENCE = 30.0  # seconds for each answer of a worker; a dead one is known at once
+_DROP_PATIENCE = 2.0  # to end a session that was interrupted
 LONG_PATIENCE = 600.0  # to export and send what may be millions of events
 
 
@@ -52,6 +53,44 @@ class profile(torch.profiler.profile):
         self._known: set[int] = set()  # participants of the last cycle: they take part in the next one from its start
         self._accumulated: list[Trace] = []
 
+    # -- beginning and ending: all of it, or nothing is left that records -------------------------------
+
+    def __enter__(self) -> profile:
+        try:
+            with critical():
+                interruptible(super().__enter__)
+                return self  # from in here: an interrupt that was deferred raises at the end of the section
+        except BaseException:
+            run_all([self._abandon])
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            run_all([self._abandon])  # nothing, unless it was interrupted
+
+    def start(self) -> None:
+        """Begins as torch's does."""
+        try:
+            with critical():
+                interruptible(super().start)
+        except BaseException:
+            run_all([self._abandon])
+            raise
+
+    def stop(self) -> None:
+        """Ends as torch's does."""
+        try:
+            super().stop()
+        finally:
+            run_all([self._abandon])
+
+    def _abandon(self) -> None:
+        if self._session is not None:
+            self._session.abandon()
+            self._session = None
+
     # -- what torch's class calls, by the schedule -----------------------------------------------------
 
     def prepare_trace(self) -> None:
@@ -62,8 +101,10 @@ class profile(torch.profiler.profile):
             NotStartedError: this process has no worker.
             RuntimeError: this worker takes part in another worker's profile.
         """
-        self._session = _Root(current_worker(), self._settings())
-        self._session.prepare(self._known)
+        session = _Root(current_worker(), self._settings())
+        session.check_free()
+        self._session = session
+        session.prepare(self._known)
 
     def start_trace(self) -> None:
         """Begins the part of the session that counts."""
@@ -78,10 +119,11 @@ class profile(torch.profiler.profile):
         """Stops recording everywhere, and makes one trace of all recordings."""
         if self.execution_trace_observer:
             self.execution_trace_observer.stop()
-        session, self._session = self._session, None
+        session = self._session
         if session is None:
             return
         self.trace = session.stop()
+        self._session = None
         self._known = session.took_part
         if self.acc_events:
             self._accumulated.append(self.trace)
@@ -143,19 +185,23 @@ class _Root:
     def __init__(self, worker: Worker, settings: Settings) -> None:
         self._worker = worker
         self._session = Session(worker.new_message_id(), settings)
-        self._lock = threading.Lock()  # guards both below
-        self.took_part: set[int] = set()
+        self.took_part: set[int] = set()  # known at the end
+        # By participant. Its single operations are atomic: an interrupt must not leave a lock taken.
         self._exchanges: dict[int, list[Exchange]] = {}
+        self._asked: set[int] = set()  # to take part from the start
         self._missing: dict[str, str] = {}
         self.began = time.perf_counter()
 
-    def prepare(self, known: Iterable[int]) -> None:
-        recorder = self._worker.recorder
-        if recorder.session is not None:
+    def check_free(self) -> None:
+        if self._worker.recorder.session is not None:
             raise RuntimeError(
                 f"worker {self._worker.name!r} takes part in another profile already; end that one first"
             )
+
+    def prepare(self, known: Iterable[int]) -> None:
+        recorder = self._worker.recorder
         recorder.on_joined = self._on_joined
+        self._asked = set(known)
         started, _ = self._ask(known, "start", self._session)  # the others have left since the last cycle
         for worker in started:
             self._on_joined(worker)
@@ -163,11 +209,9 @@ class _Root:
 
     def _on_joined(self, worker: int) -> None:
         """Notes a participant. Its clock is compared at once: it may drift until the end."""
-        with self._lock:
-            if worker in self.took_part or worker == self._worker.id:
-                return
-            self.took_part.add(worker)
-        self._compare(worker)
+        found: list[Exchange] = []
+        if worker != self._worker.id and self._exchanges.setdefault(worker, found) is found:
+            self._compare(worker)
 
     def _compare(self, worker: int) -> None:
         try:
@@ -175,8 +219,7 @@ class _Root:
         except TelegradError as error:
             logger.info("the clock of worker %d could not be compared: %s", worker, str(error))
             return
-        with self._lock:
-            self._exchanges.setdefault(worker, []).append(found)
+        self._exchanges.setdefault(worker, []).append(found)
 
     def stop(self) -> Trace:
         ended = time.perf_counter()
@@ -184,17 +227,15 @@ class _Root:
         recorder.hold(id)
         parts: list[Part] = []
         asked: set[int] = {self._worker.id}
-        try:
-            while new := self._participants(parts) - asked:
-                asked |= new
-                here = self._ask_all(new, "hold", id)
-                for worker in here:
-                    self._compare(worker)
-                found = self._ask_all(here, "collect", id)
-                parts += [part for part in found.values() if part is not None]
-        finally:
-            recorder.on_joined = None
-            own = recorder.collect(id)
+        while new := self._participants(parts) - asked:
+            asked |= new
+            here = self._ask_all(new, "hold", id)
+            for worker in here:
+                self._compare(worker)
+            found = self._ask_all(here, "collect", id)
+            parts += [part for part in found.values() if part is not None]
+        recorder.on_joined = None
+        own = recorder.collect(id)
         parts.sort(key=lambda part: part.id)
         if own is not None:
             parts.insert(0, own)
@@ -203,11 +244,19 @@ class _Root:
         events, about = make_trace(parts, clocks, self._worker.name, self.began, ended, self._missing)
         return Trace(events, about, base_ns=int(self.began * 1e9) + clock_offset())
 
+    def abandon(self) -> None:
+        """Ends the session without a trace, here and at its participants."""
+        recorder, id = self._worker.recorder, self._session.id
+        others = self._participants([]) | self._asked
+        if recorder.on_joined == self._on_joined:
+            recorder.on_joined = None
+        recorder.drop(id)
+        ask(self._worker, others - {self._worker.id}, ask_recorder, ("drop", id), _DROP_PATIENCE)
+
     def _participants(self, parts: list[Part]) -> set[int]:
         """The participants that are known by now: they said so, or a participant has sent them something."""
         own = self._worker.recorder.sent_to
-        with self._lock:
-            return self.took_part.union(own, *(part.sent_to for part in parts))
+        return set(self._exchanges).union(own, *(part.sent_to for part in parts))
 
     def _ask(self, workers: Iterable[int], method: str, argument: Any) -> tuple[dict[int, Any], dict[int, Exception]]:
         """Calls a method of each worker's Recorder, of all at once: (answers, errors)."""

@@ -34,7 +34,7 @@ from typing import Any
 from ..errors import PeerLostError, ProtocolError, TelegradError
 from ..events import log_by, logger
 from ..gradients.host import Host
-from ..messages import Drop, Envelope, Hold, Kind, Lent, Return, sender_of
+from ..messages import MOST_ENDS, Drop, Envelope, Hold, Kind, Lent, Return, sender_of
 from .entries import Arrival, Entry, Held, Owned, Task
 from .owned_values import OwnedValues
 
@@ -114,7 +114,8 @@ class References(OwnedValues):
             self._count_locked(dead)
             back, self.to_go_back = self.to_go_back, {}
         for owner, credits in back.items():
-            self._tell(owner, Kind.DROP, Drop(tuple(credits)))
+            for start in range(0, len(credits), MOST_ENDS):
+                self._tell(owner, Kind.DROP, Drop(tuple(credits[start : start + MOST_ENDS])))
 
     def _count_locked(self, dead: list[Owned]) -> None:
         while self.let_go_here:
@@ -147,7 +148,9 @@ class References(OwnedValues):
         with self._lock:
             if self.let_go_here:
                 self._count_locked(dead)
-            back = self.to_go_back.pop(to, ())
+            back: Sequence[tuple[int, int]] = ()
+            if len(self.to_go_back.get(to, ())) <= MOST_ENDS:  # else _clear() is about to send them by themselves
+                back = self.to_go_back.pop(to, ())
             for entry in {entry.id: entry for entry in entries}.values() if entries else ():
                 loan = 0
                 if isinstance(entry, Owned):

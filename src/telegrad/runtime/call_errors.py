@@ -6,7 +6,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..errors import CallTimeoutError, DecodeError, EncodeError, GradientError, PeerLostError, TransportError
+from ..errors import (
+    CallTimeoutError,
+    DecodeError,
+    EncodeError,
+    GradientError,
+    OutOfMemoryError,
+    PeerLostError,
+    TransportError,
+    text_of,
+)
 from ..gradients.attach import NoHistoryError
 from ..messages import Call
 from ..serialization.codec import Codec
@@ -31,6 +40,10 @@ def why_not_sent(worker: Worker, codec: Codec, error: BaseException, call: Pendi
     if isinstance(error, TransportError):
         worker.on_lost(call.connection, str(error))
         return PeerLostError(f"worker {call.peer!r} is gone, the call of {call.function} was not sent: {error}")
+    if isinstance(error, MemoryError):
+        return OutOfMemoryError(
+            f"the call of {call.function} on worker {call.peer!r} was not sent: no memory to send it ({text_of(error)})"
+        )
     if isinstance(error, TimeoutError) and not isinstance(error, CallTimeoutError):
         late = call.timeout_error()()
         late.add_note(str(error))
@@ -51,4 +64,10 @@ def why_no_answer(call: PendingCall, error: DecodeError) -> Callable[[], BaseExc
         return call.timeout_error()
     if isinstance(error.__cause__, TransportError):
         return partial(PeerLostError, f"worker {call.peer!r} is gone, with its answer to {call.function}: {error}")
+    if isinstance(error, OutOfMemoryError):
+        return partial(
+            OutOfMemoryError,
+            f"the answer of {of_call} could not be read here: {error}; have it return less at once, or keep the result "
+            "there (rpc.remote)",
+        )
     return partial(DecodeError, f"the answer of {of_call} cannot be rebuilt here: {error}")

@@ -38,7 +38,7 @@ from ..gradients.torch_modes import current_modes
 from ..messages import Call, Envelope, Failure, Kind, WorkerInfo
 from ..primitives import clock, current, interrupts
 from ..primitives.futures import Future, devices, use_devices
-from ..primitives.interrupts import blocking, getsignal, in_finaliser, on_signal
+from ..primitives.interrupts import blocking, calling_back, getsignal, in_finaliser, on_signal
 from ..references.entries import Entry, Held
 from ..serialization.codec import Body, Codec
 from ..transport.base import Connection
@@ -352,7 +352,7 @@ class Calls:
             if not BaseFuture.done(future):  # else its user has completed it
                 thread.critical = 0  # callbacks are users' code
                 if call.make_error is None:
-                    BaseFuture.set_result(future, value)
+                    calling_back(BaseFuture.set_result, future, value)
                 else:
                     future.fail(call.make_error, f"the call of {call.function} on worker {call.peer!r}")
         except BaseException as error:  # other calls are answered by this thread, too; and it may be a Ctrl-C

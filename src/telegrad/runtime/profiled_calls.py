@@ -36,6 +36,7 @@ from .._torch import (
     qualified_name,
 )
 from ..messages import Profiling, Settings
+from ..primitives.interrupts import finaliser
 
 REMOTE = "#remote_op: "  # torch's own mark, between a call's key and an event of the callee
 BACKWARD = "torch::distributed::autograd::backward"  # torch's own name for a pass, at its root
@@ -89,8 +90,9 @@ thread = _Thread()
 @contextmanager
 def local_only() -> Iterator[None]:
     """Calls made inside, by this thread, are not profiled at their callees."""
-    before, thread.is_local_only = thread.is_local_only, True
+    before = thread.is_local_only
     try:
+        thread.is_local_only = True
         yield
     finally:
         thread.is_local_only = before
@@ -212,7 +214,7 @@ def run(settings: Settings, worker_id: int, function: Callable[[], Any]) -> Any:
 
     if isinstance(result, BaseFuture):
         # The events of the function's own calls are there when its future is done.
-        return result.then(lambda done: profiled(done.value()))
+        return result.then(finaliser(lambda done: profiled(done.value())))
     return profiled(result)
 
 

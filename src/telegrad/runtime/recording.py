@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -23,7 +24,7 @@ from ..errors import TelegradError
 from ..events import Event, Events, logger
 from ..messages import KIND_NAMES, Envelope, Hello, Kind, Profiling, Session, sender_of
 from ..primitives import current
-from ..primitives.interrupts import interruptible
+from ..primitives.interrupts import critical, finaliser, interruptible
 from ..transport.base import Connection, Frames
 from . import profiled_calls
 from .torch_profiler import Operators, clock_offset
@@ -174,8 +175,9 @@ class Recorder:
             self._drop(recording)  # there is no root that would collect it
         else:
             recording.part.told_by = told.call.id
-            told.add_done_callback(lambda done: self._on_told(recording, done))
+            told.add_done_callback(partial(self._on_told, recording))
 
+    @finaliser
     def _on_told(self, recording: _Recording, done: Any) -> None:
         try:
             is_wanted = done.value()
@@ -216,15 +218,16 @@ class Recorder:
 
     def start(self, session: Session) -> bool:
         """Takes part from now on; False if this worker takes part in another session."""
-        recording = self._begin(session, has_joined=True)
-        if recording.session.id != session.id:
-            return False
-        serving = current.current_serving()
-        if serving is not None and sender_of(session.id) != self._worker.id:  # the root asks for it
-            recording.part.started_by = serving.message_id
-        if recording.operators is None:
-            recording.start_operators(self._worker.group.name)
-        return True
+        with critical():
+            recording = self._begin(session, has_joined=True)
+            if recording.session.id != session.id:
+                return False
+            serving = current.current_serving()
+            if serving is not None and sender_of(session.id) != self._worker.id:  # the root asks for it
+                recording.part.started_by = serving.message_id
+            if recording.operators is None:
+                recording.start_operators(self._worker.group.name)
+            return True
 
     def _begin(self, session: Session, *, has_joined: bool) -> _Recording:
         with self._lock:
@@ -245,12 +248,13 @@ class Recorder:
         return True
 
     def _hold(self, recording: _Recording) -> None:
-        with self._lock:
-            if recording.is_held:
-                return
-            recording.is_held = True
-        recording.part.ended = time.perf_counter()
-        recording.stop_operators()
+        with critical():
+            with self._lock:
+                if recording.is_held:
+                    return
+                recording.is_held = True
+            recording.part.ended = time.perf_counter()
+            recording.stop_operators()
 
     def collect(self, session_id: int) -> Part | None:
         """Ends the recording and returns it; None if this worker takes no part."""
@@ -263,12 +267,21 @@ class Recorder:
         rows, threads, sent_to = list(part.rows), dict(part.threads), set(part.sent_to)
         return replace(part, rows=rows, threads=threads, sent_to=sent_to, clock_offset=clock_offset())
 
+    def drop(self, session_id: int) -> None:
+        """Ends the recording, if it is of that session, and keeps nothing of it."""
+        recording = self._recording
+        if recording is not None and recording.session.id == session_id:
+            self._drop(recording)
+
     def _drop(self, recording: _Recording) -> None:
-        self._hold(recording)
-        with self._lock:
-            if self._recording is recording and self._unsubscribe is not None:
-                self._recording = None
-                self._unsubscribe()
+        with critical():
+            self._hold(recording)
+            with self._lock:
+                if self._recording is recording:
+                    self._recording = None
+                    unsubscribe, self._unsubscribe = self._unsubscribe, None
+                    if unsubscribe is not None:
+                        unsubscribe()
 
     def on_lost(self, peer: int) -> None:
         """Drops the recording if the lost worker was its root."""

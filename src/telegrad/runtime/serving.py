@@ -8,13 +8,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .._torch import BaseFuture
-from ..errors import CallTimeoutError, DecodeError, EncodeError, TooLargeError, TransportError
+from ..errors import (
+    CallTimeoutError,
+    DecodeError,
+    EncodeError,
+    OutOfMemoryError,
+    TooLargeError,
+    TransportError,
+    text_of,
+)
 from ..events import logger
 from ..gradients.contexts import Context
 from ..gradients.torch_modes import applied, is_changed, restore_defaults
-from ..messages import Call, Envelope, Kind, Reply, shortened
+from ..messages import Call, Envelope, Failure, Kind, Reply, shortened
 from ..options import reversed_map
 from ..primitives import clock, current
+from ..primitives.interrupts import finaliser
 from ..serialization.codec import Codec
 from ..transport.base import Connection
 from . import profiled_calls
@@ -96,9 +105,7 @@ class Server:
         del message
         if is_async:
             # This thread is free: the answer is sent when the future completes.
-            result.add_done_callback(
-                lambda future: self._threads.submit(partial(self._answer_future, connection, envelope, future))
-            )
+            result.add_done_callback(partial(self._on_future, connection, envelope))
         else:
             self._answer(connection, envelope, result)
 
@@ -110,6 +117,11 @@ class Server:
         except DecodeError as error:
             if isinstance(error.__cause__, TimeoutError | TransportError):
                 raise  # a tensor on the caller's device did not come
+            if isinstance(error, OutOfMemoryError):
+                raise OutOfMemoryError(
+                    f"worker {self._worker.name!r} could not read a call, which was not run: {error}; send less at "
+                    "once, or give that worker more memory"
+                ) from error.__cause__
             raise DecodeError(
                 f"the call cannot be rebuilt there: {error}. The RPC pickler does not serialize what a module has: a "
                 "function and the classes of its arguments must be in modules that the callee can import (or in "
@@ -152,6 +164,10 @@ class Server:
                 return call.function(*call.args, **kwargs)
             return profiled_calls.run(settings, worker.id, partial(call.function, *call.args, **kwargs))
 
+    @finaliser
+    def _on_future(self, connection: Connection, call: Envelope, future: Any) -> None:
+        self._threads.submit(partial(self._answer_future, connection, call, future))
+
     def _answer_future(self, connection: Connection, call: Envelope, future: Any) -> None:
         try:
             result = BaseFuture.wait(future)  # and not value(): this thread's streams wait for those that made it
@@ -193,14 +209,17 @@ class Server:
     def _answer_failure(self, connection: Connection, call: Envelope, error: BaseException) -> None:
         worker = self._worker
         try:
-            text = "".join(traceback.format_exception(error))
-            failure = self._codec.encode_exception(error, text, connection.peer)
+            try:
+                text = "".join(traceback.format_exception(error))
+                failure = self._codec.encode_exception(error, text, connection.peer)
+            except MemoryError:
+                failure = Failure(b"", type(error).__qualname__, text_of(error), "")
             if call.creates:  # raised where the value is asked for
                 worker.references.set_error(call.creates, error)
             error.__traceback__ = None  # an exception that is kept must not keep our frames, and what they hold
             try:
                 worker.send(connection, Envelope(Kind.FAILURE, worker.new_message_id(), call.id), failure, None)
-            except TooLargeError:
+            except (TooLargeError, MemoryError):
                 short = shortened(failure)
                 worker.send(connection, Envelope(Kind.FAILURE, worker.new_message_id(), call.id), short, None)
         except TransportError as lost:

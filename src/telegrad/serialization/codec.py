@@ -22,7 +22,15 @@ from typing import Any
 import msgspec
 import torch
 
-from ..errors import DecodeError, EncodeError, RemoteError, RemoteTraceback, TransportError, text_of
+from ..errors import (
+    DecodeError,
+    EncodeError,
+    OutOfMemoryError,
+    RemoteError,
+    RemoteTraceback,
+    TransportError,
+    text_of,
+)
 from ..messages import (
     COUNTER_BITS,
     Begin,
@@ -43,6 +51,7 @@ from ..messages import (
     Return,
 )
 from ..primitives.interrupts import interruptible, is_interrupt
+from ..primitives.memory import describe_failure
 from ..transport.base import Buffer, Connection, Frames
 from .by_name import Names
 from .devices import NO_MAP, StrictTargets, Targets, UnmappedDeviceError, check_all_here
@@ -181,11 +190,17 @@ class Codec(Values):
         """The body of a message that has nothing of users' in it: may be done while reading.
 
         Raises:
+            OutOfMemoryError: there was no memory for it.
             DecodeError: it is not one.
         """
         try:
             return _decode_control[envelope.kind](frames.buffers[0])
         except (msgspec.MsgspecError, IndexError) as error:
+            if frames.missing and envelope.kind == Kind.DONE:  # only one of a failure is large
+                lost = OutOfMemoryError(f"its part has failed, and the report could not be read: {frames.missing}")
+                return Done(envelope.reply_to, self.encode_exception(lost, "", Hello("", -1, "")))
+            if frames.missing:
+                raise OutOfMemoryError(frames.missing) from None
             raise DecodeError(f"a message of kind {envelope.kind} that makes no sense: {error}") from error
 
     def decode(
@@ -195,6 +210,7 @@ class Codec(Values):
         are leaves.
 
         Raises:
+            OutOfMemoryError: there was no memory for it, or there is none to rebuild it.
             DecodeError: it cannot be rebuilt here.
         """
         sender = envelope.id >> COUNTER_BITS
@@ -221,7 +237,12 @@ class Codec(Values):
                 return BODIES[envelope.kind](*values)
             return Call(function, values, None) if shape == _ARGS else Call(function, *values)
         except BaseException as error:
-            raise DecodeError(reason_of(error)) from error
+            if frames.missing:
+                raise OutOfMemoryError(frames.missing) from None
+            if isinstance(error, MemoryError) and not isinstance(error, OutOfMemoryError):
+                raise OutOfMemoryError(describe_failure(sum(map(len, frames.buffers)))) from error
+            kind = OutOfMemoryError if isinstance(error, OutOfMemoryError | torch.OutOfMemoryError) else DecodeError
+            raise kind(reason_of(error)) from error
         finally:
             if carried is not None and sender in self.definitions.lost:
                 self.definitions.forget(sender)  # it was lost before its message was decoded

@@ -64,6 +64,8 @@ class Frames(msgspec.Struct, eq=False):
     header: bytes
     buffers: Sequence[Buffer]
     keep: Any = None
+    # Read: why the buffers could not be received, since there was no memory for them
+    missing: str = ""
     # Read: tensors in device memory, and by when they must be there; see device.py
     arrived: Sequence[Any] = ()
     deadline: float | None = None
@@ -125,6 +127,7 @@ class Connection(ABC):
             TimeoutError: the peer did not take it in time. Nothing was sent.
             ConnectionClosedError: the connection has ended. Whether the message arrived is not known.
             TooLargeError: the message is over the limit. Nothing was sent.
+            MemoryError: there is no memory to send it. Nothing was sent.
         """
 
     @abstractmethod
@@ -136,6 +139,8 @@ class Connection(ABC):
             ConnectionClosedError: the connection has ended. If the peer ended it, all that had arrived was
                 returned before.
             ProtocolError: the bytes make no sense. The connection has ended.
+
+        A message for whose buffers there is no memory is returned without them (`Frames.missing`).
         """
 
     @abstractmethod

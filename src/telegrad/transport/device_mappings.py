@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..errors import ConnectionClosedError, DecodeError, ProtocolError
+from ..errors import ConnectionClosedError, DecodeError, OutOfMemoryError, ProtocolError
 from ..events import logger
 from ..messages import Fresh, Placed
 from ..primitives import clock
@@ -89,7 +89,8 @@ class Arrived:
         Raises:
             TimeoutError: the deadline has passed.
             ConnectionClosedError: the connection ended before the copy did.
-            DecodeError: CUDA failed, there is no memory, or the stream is captured.
+            OutOfMemoryError: there is no memory on the device.
+            DecodeError: CUDA failed, or the stream is captured.
         """
         with critical():  # it may be called from users' code, by a pickle
             if not self._held:
@@ -204,7 +205,7 @@ class DeviceMappings:
                 self._copy_out(arrived, place, tensor)
                 return tensor, mapping.device
         except torch.OutOfMemoryError as error:
-            raise DecodeError(
+            raise OutOfMemoryError(
                 f"no memory on cuda:{mapping.device} for {arrived.nbytes} bytes from worker {self._peer!r}: {error}"
             ) from error
         except CudaError as error:

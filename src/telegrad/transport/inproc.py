@@ -15,6 +15,7 @@ from functools import partial
 from ..errors import ConnectError, ConnectionClosedError, TelegradError
 from ..messages import Hello
 from ..options import SHARED_MEMORY_FROM, Options
+from ..primitives.memory import describe_failure, is_out_of_memory
 from .base import (
     FORKED,
     Answer,
@@ -90,7 +91,13 @@ class InprocConnection(Connection):
     def _copies(self, buffers: Sequence[Buffer], nbytes: int) -> list[Buffer]:
         if nbytes < SHARED_MEMORY_FROM:
             return [bytearray(b) for b in buffers]
-        return copy_all(buffers, self._pool.lend(sum(aligned(len(b)) for b in buffers)))
+        try:
+            memory = self._pool.lend(sum(aligned(len(b)) for b in buffers))
+        except OSError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MemoryError(describe_failure(nbytes)) from error
+        return copy_all(buffers, memory)
 
     def _put(self, frames: Frames, nbytes: int) -> bool:
         """Queues a message at the other end; False if there is no room. One message always fits."""

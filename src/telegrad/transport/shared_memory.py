@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from ..errors import ConnectionClosedError, ProtocolError
 from ..primitives import clock
 from ..primitives.interrupts import finaliser
+from ..primitives.memory import is_out_of_memory
 from .base import Buffer
 
 PAGE = mmap.PAGESIZE
@@ -102,6 +103,7 @@ def _last_error() -> OSError:
 _forks = 0
 
 
+@finaliser
 def _count_fork() -> None:
     global _forks
     _forks += 1
@@ -361,7 +363,8 @@ class Mappings:
 
         Raises:
             ProtocolError: it is not what the sender says.
-            OSError: it cannot be mapped.
+            OSError, MemoryError: it cannot be mapped. Where there is no memory for it, it is RETIRED: the sender drops
+                it, and passes another one on.
         """
         try:
             if id in self._mappings:
@@ -372,7 +375,12 @@ class Mappings:
                 sealed = False
             if not sealed or os.fstat(fd).st_size != capacity + PAGE:
                 raise ProtocolError(f"shared segment {id} is not a sealed one of {capacity} bytes")
-            self._mappings[id] = Lending(Memory(capacity + PAGE, fd), capacity, self._lent)
+            try:
+                self._mappings[id] = Lending(Memory(capacity + PAGE, fd), capacity, self._lent)
+            except (OSError, MemoryError) as error:
+                if is_out_of_memory(error):
+                    os.pwrite(fd, bytes([RETIRED]), capacity)
+                raise
         finally:
             os.close(fd)
 
@@ -381,6 +389,7 @@ class Mappings:
 
         Raises:
             ProtocolError: there is no message in it.
+            MemoryError: there is no memory for the copy; the segment is free again.
         """
         mapping = self._mappings.get(id)
         if mapping is None or mapping.capacity != capacity or nbytes > capacity:
@@ -389,9 +398,10 @@ class Mappings:
             raise ProtocolError(f"a message lies in shared segment {id}, which is in use")
         if len(self._lent) < MAX_LENT:
             return mapping.lend()
-        copy = memoryview(bytearray(mapping.view()[:nbytes]))
-        mapping.mark(FREE)
-        return copy
+        try:
+            return memoryview(bytearray(mapping.view()[:nbytes]))
+        finally:
+            mapping.mark(FREE)
 
     def forget(self, ids: list[int]) -> None:
         for id in ids:

@@ -5,6 +5,7 @@ The socket does not block: readers wait in the lease's epoll, writers in poll(2)
 
 from __future__ import annotations
 
+import errno
 import math
 import select
 import socket
@@ -29,6 +30,8 @@ IOV_MAX = 1024
 _NO_SIGNAL = int(socket.MSG_NOSIGNAL)
 _CLOEXEC, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 _LONGEST_WRITE = 2.0  # seconds that a write may go on after the connection was aborted
+_CROWDED = frozenset((errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))  # a send that fails so may succeed later
+_PAUSE = 5e-3  # seconds until it is tried again
 _HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -90,7 +93,9 @@ class StreamConnection(Connection):
                 self._bytes_out += nbytes + len(header)
                 if sent != len(piece):
                     rest.append(memoryview(piece)[sent:])
-            except BlockingIOError:
+            except OSError as error:
+                if not isinstance(error, BlockingIOError) and error.errno not in _CROWDED:
+                    raise
                 sent = 0
                 rest.append(piece)
         except BaseException as error:
@@ -225,7 +230,7 @@ class StreamConnection(Connection):
             raise ConnectionClosedError(self._closed_because) from error
         # Half a message may be out, and the rest cannot follow.
         self.abort(f"a message to worker {self.peer.name!r} was interrupted in the middle: {error!r}")
-        if isinstance(error, OSError | RuntimeError):  # which one that cannot start a thread is
+        if isinstance(error, OSError | MemoryError | RuntimeError):  # which one that cannot start a thread is
             raise ConnectionClosedError(self._closed_because) from error
 
     def _withdraw(self, lane: Segment | None) -> None:
@@ -235,7 +240,18 @@ class StreamConnection(Connection):
 
     def _send(self, pieces: list[Buffer], lane: Segment | None) -> int:
         """Sends what goes at one go. `lane` is given as long as nothing has gone."""
-        return self._sock.sendmsg(pieces[:IOV_MAX], (), _NO_SIGNAL)
+        try:
+            return self._sock.sendmsg(pieces[:IOV_MAX], (), _NO_SIGNAL)
+        except OSError as error:
+            self._wait_where_crowded(error)
+            raise
+
+    def _wait_where_crowded(self, error: OSError) -> None:
+        """Waits a moment, and raises BlockingIOError, where a send failed since the system has no memory for it, or has
+        too many descriptors of this user on their way. poll(2) does not know of either."""
+        if error.errno in _CROWDED:
+            self._wait_for(0, _PAUSE)
+            raise BlockingIOError from error
 
     def _wait_until_writable(self, timeout: float | None, before_waiting: BeforeWaiting) -> None:
         if before_waiting is not None:
@@ -309,7 +325,9 @@ class StreamConnection(Connection):
             if not frames:  # else the messages before it come first, and the next read says this
                 raise ProtocolError(self._closed_because) from error
         except (OSError, MemoryError) as error:
-            self.abort(f"the connection with worker {self.peer.name!r} broke: {error}")
+            # Which calls an envelope answers is not known where there is no memory to read it.
+            why = "no memory for the envelope of a message" if isinstance(error, MemoryError) else str(error)
+            self.abort(f"the connection with worker {self.peer.name!r} broke: {why}")
             if not frames:
                 raise ConnectionClosedError(self._closed_because) from error
         except BaseException as error:  # what was received may not have been noted

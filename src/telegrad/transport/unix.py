@@ -8,7 +8,6 @@ after kill -9. Both sides check each other's user id.
 from __future__ import annotations
 
 import array
-import errno
 import os
 import socket
 import struct
@@ -28,7 +27,7 @@ from .device import DeviceLane
 from .lease import ReadLease
 from .listening import StreamTransport
 from .shared_memory import FREE, Mappings, Segment, SegmentPool, parts, room_for
-from .stream import _NO_SIGNAL, _TRUNCATED, IOV_MAX, StreamConnection
+from .stream import _NO_SIGNAL, _TRUNCATED, StreamConnection
 from .wire import FrameReader, forget_frame, in_pieces, in_segment
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -112,16 +111,13 @@ class UnixConnection(StreamConnection):
 
     def _send(self, pieces: list[Buffer], lane: Segment | None) -> int:
         if lane is None or lane.fd < 0:
-            return self._sock.sendmsg(pieces[:IOV_MAX], (), _NO_SIGNAL)
+            return super()._send(pieces, lane)
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [lane.fd]))
         try:
             sent = self._sock.sendmsg(pieces, [rights], _NO_SIGNAL)
         except OSError as error:
-            if error.errno != errno.ETOOMANYREFS:
-                raise
-            # The system lets only so many descriptors of one user be on their way.
-            self._wait_for(0, _LONGEST_PAUSE)
-            raise BlockingIOError from error
+            self._wait_where_crowded(error)
+            raise
         lane.passed_on = True
         lane.close()  # it is the peer's now; the mapping stays
         return sent

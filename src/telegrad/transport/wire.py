@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
 from ..errors import ProtocolError
 from ..options import SHARED_MEMORY_FROM
+from ..primitives.memory import describe_failure, is_out_of_memory
 from .base import Buffer, Frames
 from .shared_memory import SegmentPool, aligned
 
@@ -32,6 +34,7 @@ MAX_BUFFERS = 1 << 20
 INBOX = 256 << 10
 
 LENGTH = struct.Struct("<Q")
+_WASTE = memoryview(bytearray(INBOX))  # takes the bytes of messages that there is no memory for; never read
 _PREFIX_SIZE = PREFIX.size
 
 
@@ -126,7 +129,7 @@ class FrameReader:
 
         Raises:
             ProtocolError: the bytes make no sense. Messages before them were appended.
-            OSError, MemoryError: there is no memory for the message.
+            MemoryError: there is not even memory for an envelope.
         """
         if self._partial is None:
             self._end += count
@@ -164,11 +167,14 @@ class FrameReader:
                 self._begin_partial(header, lengths, at)
                 return
             buffers: list[Buffer] = []
-            for length in lengths:
-                buffers.append(inbox[at : at + length])
-                at += length
-            self._start = at
-            frames.append(Frames(header, buffers))
+            self._start = at + body_length
+            try:
+                for length in lengths:
+                    buffers.append(inbox[at : at + length])
+                    at += length
+                frames.append(Frames(header, buffers))
+            except MemoryError:
+                frames.append(Frames(header, (), missing=describe_failure(body_length)))
             self.messages += 1
             self.nbytes += header_length + body_length
         if self._start != self._end:
@@ -176,7 +182,8 @@ class FrameReader:
             return
         self._start = self._end = 0
         if len(inbox) > INBOX:
-            self._replace_inbox(INBOX)
+            with suppress(MemoryError):  # then it stays as large as it is
+                self._replace_inbox(INBOX)
         self.target = self._view
 
     def _begin_partial(self, header: bytes, lengths: Sequence[int], at: int) -> None:
@@ -195,7 +202,7 @@ class FrameReader:
         if not partial.complete:
             self._aim(partial)
             return False
-        frames.append(Frames(partial.header, partial.buffers))
+        frames.append(Frames(partial.header, partial.buffers, missing=partial.missing))
         self._partial = None
         self._read_from(1)
         self.messages += 1
@@ -242,7 +249,12 @@ class FrameReader:
             raise ProtocolError(f"a message of {nbytes} bytes; the limit is {self._limit}")
         place = SHARED_PLACE.unpack_from(self._inbox, at)
         header = bytes(self._inbox[at + SHARED_PLACE.size : self._start])
-        frames.append(Frames(header, self._on_shared(place, lengths)))
+        try:
+            frames.append(Frames(header, self._on_shared(place, lengths)))
+        except (OSError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            frames.append(Frames(header, (), missing=describe_failure(nbytes)))
         self.messages += 1
         self.nbytes += len(header) + nbytes
 
@@ -254,35 +266,54 @@ class FrameReader:
 
 
 class _Partial:
-    """A message whose body is still coming. Large buffers are received where they will stay."""
+    """A message whose body is still coming. Large buffers are received where they will stay. Where there is no memory
+    for one, the bytes of the message are read and dropped: the next message begins behind them."""
 
     def __init__(self, header: bytes, lengths: Sequence[int], pool: SegmentPool) -> None:
         self.header = header
         self.buffers: list[Buffer] = []
-        self.nbytes = len(header) + sum(lengths)
+        self._left = sum(lengths)  # bytes of the body that have not come
+        self.nbytes = len(header) + self._left
         self._lengths = iter(lengths)
-        large = sum(aligned(n) for n in lengths if n >= SHARED_MEMORY_FROM)
-        self._memory = pool.lend(large) if large else memoryview(b"")  # what of it is not given to buffers yet
+        self._memory = memoryview(b"")  # for large buffers: what of it is not given to them yet
+        self.missing = ""
         self.complete = False
+        large = sum(aligned(n) for n in lengths if n >= SHARED_MEMORY_FROM)
+        try:
+            if large:
+                self._memory = pool.lend(large)
+        except (OSError, MemoryError) as error:
+            self._give_up(error)
         self._go_on()
 
     def _go_on(self) -> None:
         """Makes room for the next buffer, or is complete. Small ones are made one by one, as their bytes come in: a
         peer that only announces a million of them makes us allocate nothing."""
-        for length in self._lengths:
-            if length >= SHARED_MEMORY_FROM:
-                memory: Buffer = self._memory[:length]
-                self._memory = self._memory[aligned(length) :]
-            else:
-                memory = bytearray(length)
-            self.buffers.append(memory)
-            if length:
-                self.rest = memoryview(memory)  # of the buffer that is being filled
-                return
-        self.complete = True
+        try:
+            for length in self._lengths:
+                if length >= SHARED_MEMORY_FROM:
+                    memory: Buffer = self._memory[:length]
+                    self._memory = self._memory[aligned(length) :]
+                else:
+                    memory = bytearray(length)
+                self.buffers.append(memory)
+                if length:
+                    self.rest = memoryview(memory)  # of the buffer that is being filled
+                    return
+        except MemoryError as error:
+            self._give_up(error)
+        self.rest = _WASTE[: self._left]
+        self.complete = not self._left
+
+    def _give_up(self, error: Exception) -> None:
+        if not is_out_of_memory(error):
+            raise error
+        self.missing = describe_failure(self.nbytes)
+        self.buffers, self._lengths, self._memory = [], iter(()), memoryview(b"")
 
     def filled(self, count: int) -> None:
         """Notes that `count` bytes were put into `rest`."""
+        self._left -= count
         self.rest = self.rest[count:]
         if not self.rest:
             self._go_on()

@@ -1,0 +1,34 @@
+"""The memory that this process can still get, for the texts of errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+
+_MIB = 1 << 20
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation or a mapping failed for lack of memory, and of nothing else."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+
+
+def describe_failure(nbytes: int) -> str:
+    """Describes an allocation that failed, of a message of `nbytes`, and the memory that is left. Never raises."""
+    try:
+        return f"no memory for a message of {nbytes} bytes ({_left()})"
+    except (OSError, ValueError, IndexError, MemoryError):
+        return "no memory for a message"
+
+
+def _left() -> str:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) for line in [*lines, "MemAvailable: 0"] if line.startswith("MemAvailable:"))
+    text = f"available on this machine: {available >> 10} MiB"
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        text += f"; left of this process's address space (ulimit -v): {max(0, limit - used) // _MIB} MiB"
+    return text
