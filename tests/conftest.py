@@ -134,6 +134,7 @@ def readers_neither_block_nor_run_users_code() -> Iterator[None]:
     found = lease_check.broken[:]
     lease_check.broken.clear()
     assert not found, "\n".join(found)
+    assert not lease_check.is_reading()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -73,8 +73,8 @@ class Events:
             try:
                 subscriber(event)
             except Exception as error:  # a reader must never break the run
-                text = "an event subscriber failed and was ignored: %r: %r"
-                log_by(self.submit, logging.ERROR, text, subscriber, error)
+                text = "an event subscriber failed and was ignored: %r: %s"
+                log_by(self.submit, logging.ERROR, text, subscriber, repr(error))
 
 
 class Span(NamedTuple):

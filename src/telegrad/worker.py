@@ -200,7 +200,6 @@ class Worker:
                 self.references.outgoing(envelope, entries, connection.peer.id)
             if plain.dead or plain.to_forget:
                 envelope.forgotten = plain.outgoing(connection.peer.id)
-            counted = 0
             if call is not None:
                 counted = sum(map(len, packed.buffers)) + OVERHEAD_BYTES
                 call.window.enter(counted, call.depth, call.deadline)
@@ -210,13 +209,10 @@ class Worker:
             packed.header = encode_envelope(envelope)
             if self.events.subscribers:
                 report(self.events, "write", "started", envelope, connection, packed.nbytes)
-            if call is None:
-                nbytes = connection.write(packed, timeout)
-            else:
-                if call.caller_waits and counted < SHARED_MEMORY_FROM:
-                    # The answer may be here before the write returns: be the thread that reads it.
-                    call.reading = connection.lease.try_take()
-                nbytes = connection.write(packed, timeout, call.stop_reading)
+            if call is not None and call.caller_waits and counted < SHARED_MEMORY_FROM:
+                # The answer may be here before the write returns: be the thread that reads it.
+                call.reading = connection.lease.try_take()
+            nbytes = connection.write(packed, timeout, None if call is None else call.stop_reading)
         except BaseException as error:
             written = nbytes >= 0 or isinstance(error, HandedOverError)
             if not written:

@@ -12,7 +12,6 @@ but on the thread of a device: see Note [an engine call inside of another] in de
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from signal import SIGINT
@@ -34,7 +33,7 @@ from ..events import log_by
 from ..messages import COUNTER_BITS, Begin, Done, End, Envelope, Failure, Forget, Kind, Member, Release, sender_of
 from ..primitives import clock, current
 from ..primitives.interrupts import critical, deferred, deliver, getsignal, guard, interruptible, on_signal
-from . import averaged, devices, seam
+from . import averaged, devices, in_process, seam
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, RootInstruction
 from .contexts import Context, Contexts
 from .engine_call import LatePassError
@@ -51,8 +50,6 @@ from .torch_modes import current_modes
 
 Result = TypeVar("Result")
 
-_here: list[Engine] = []  # of all workers of this process; its single operations are atomic
-
 
 class Engine:
     """Gradients on one worker."""
@@ -61,7 +58,7 @@ class Engine:
         self.host = host
         self.plain = contexts.plain
         self.backward_timeout = backward_timeout  # of a plain backward()
-        self._id, self._name = member.id, member.name
+        self.id, self._name = member.id, member.name
         self._contexts = contexts
         self._roots: dict[int, RootedPass] = {}  # by id; its single operations are atomic
         self.parts = Parts(member, contexts, host, self._on_report_here)
@@ -70,9 +67,9 @@ class Engine:
 
     def open(self, *, plain: bool) -> None:
         """Begins its work, when this worker has joined its group."""
-        if self._id < 0:  # an observer
+        if self.id < 0:  # an observer
             return
-        _here.append(self)
+        in_process.engines.append(self)
         averaged.note_averaged_leaves(id(self))
         if plain:
             seam.put(self)
@@ -199,15 +196,15 @@ class Engine:
                 roots = Roots(starts, gradients, inputs=tuple(inputs), accumulates=accumulates)
             pass_id, modes = self.host.new_message_id(), current_modes()
             sends, wanted = plan.sends, plan.wanted
-            own = None if wanted is None else wanted.get(self._id, ())
-            begin = Begin(pass_id, context.id, sends.get(self._id, ()), *options, own, modes)
-            root = RootedPass(begin, BackwardPass(self._id, sends))
+            own = None if wanted is None else wanted.get(self.id, ())
+            begin = Begin(pass_id, context.id, sends.get(self.id, ()), *options, own, modes)
+            root = RootedPass(begin, BackwardPass(self.id, sends))
             root.patience = patience
             local = LocalPass(pass_id, Part(is_root=True), clock.now())
             local.context, local.begin, local.roots = context, begin, roots
             if patience is not None:
                 local.patience = patience - looking_time(patience)
-                local.moves = partial(moves, root, self._id, self.host)
+                local.moves = partial(moves, root, self.id, self.host)
             local.deadline = None if begin.timeout is None else began + begin.timeout  # planning counts in
             local.depth = serving.depth + 1 if (serving := current.current_serving()) else 1
             for worker in root.state.others:
@@ -224,7 +221,7 @@ class Engine:
             finally:
                 self._roots.pop(pass_id, None)
             if root.error is not None:
-                raise_error(root, context, self._id, self.host)
+                raise_error(root, context, self.id, self.host)
             return local.results
         finally:
             if root is not None:
@@ -249,7 +246,7 @@ class Engine:
                 local.on_own_thread = True
                 self.parts.carry_out(local, instructions)
             while not root.waiter.done:
-                self.host.wait(root.waiter, others[0] if others else self._id, local.wait_until(), turn)
+                self.host.wait(root.waiter, others[0] if others else self.id, local.wait_until(), turn)
                 if root.waiter.done or not local.goes_on():
                     break
             if not root.waiter.done:
@@ -261,7 +258,7 @@ class Engine:
             if not isinstance(error, Exception):
                 raise
             if root.error is None:  # it came after all were done
-                root.error, root.worker = error, self._id
+                root.error, root.worker = error, self.id
         finally:
             if turn is not None:
                 turn.end()
@@ -282,8 +279,8 @@ class Engine:
         for instruction in instructions:
             match instruction:
                 case Finish(workers):
-                    if root.begin.into_grad and len(_here) > 1:
-                        workers = self._finish_in_process(root.begin.pass_id, workers)
+                    if root.begin.into_grad and len(in_process.engines) > 1:
+                        workers = in_process.finish(self, root.begin.pass_id, workers)
                     try:  # the others first: adding this worker's gradients up may fail
                         self._tell_end(root.begin.pass_id, workers, "")
                     finally:
@@ -299,14 +296,7 @@ class Engine:
                     if not root.waiter.done:
                         root.waiter.set_done()
                 case Late(what):
-                    late = "%s came after the end of pass %d"
-                    log_by(self.host.submit, logging.INFO, late, what, root.begin.pass_id)
-
-    def _finish_in_process(self, pass_id: int, workers: Sequence[int]) -> tuple[int, ...]:
-        """Ends the parts of other workers of this process: `.grad` of their leaves, which the caller of backward() may
-        look at next, must be complete when it returns. Returns the workers that are left to be told."""
-        ended = {engine._id for engine in list(_here) if engine is not self and engine.parts.finish_here(pass_id)}
-        return tuple([worker for worker in workers if worker not in ended])
+                    self._log_late(what, root.begin.pass_id)
 
     def _tell_end(self, pass_id: int, workers: Sequence[int], aborted: str) -> None:
         left = list(workers)
@@ -358,9 +348,8 @@ class Engine:
         """Takes the report of a participant, or of this worker's own part."""
         root = self._roots.get(pass_id)
         if root is None:
-            late = "the report of worker %d came after the end of pass %d"
-            log_by(self.host.submit, logging.INFO, late, peer, pass_id)
-        elif peer not in root.state.others and peer != self._id:
+            self._log_late(f"the report of worker {peer}", pass_id)
+        elif peer not in root.state.others and peer != self.id:
             self.parts.disbelieve(peer, f"a report of pass {pass_id}, which it has no part in")
         elif failure is not None:
             return partial(self._on_failed, root, peer, failure)  # which may run users' code
@@ -373,6 +362,9 @@ class Engine:
                 root.waiter.set_done()
         return None
 
+    def _log_late(self, what: str, pass_id: int) -> None:
+        log_by(self.host.submit, logging.INFO, "%s came after the end of pass %d", what, pass_id)
+
     def _on_failed(self, root: RootedPass, peer: int, failure: Failure) -> None:
         name = self.host.name_of(peer)
         try:
@@ -384,12 +376,12 @@ class Engine:
     def _on_report_here(self, local: LocalPass, error: BaseException | None) -> None:
         """Takes the report of this worker's own part."""
         if error is None:
-            self._on_done(self._id, local.pass_id, None)
+            self._on_done(self.id, local.pass_id, None)
         elif (root := self._roots.get(local.pass_id)) is not None:
             if isinstance(error, LatePassError):
                 error = late_error(root, self.host)
             # If the pass was already aborted, the first error wins and this one is dropped.
-            self._on(root, root.state.on_report, self._id, error)
+            self._on(root, root.state.on_report, self.id, error)
 
     # -- ends ------------------------------------------------------------------------------------------
 
@@ -399,7 +391,7 @@ class Engine:
         context = self._contexts.take_out(context_id)
         if context is None:
             return set()
-        others = context.known_workers - {told_by, self._id, context_id >> COUNTER_BITS}
+        others = context.known_workers - {told_by, self.id, context_id >> COUNTER_BITS}
         for worker in others if tell_others else ():
             tell(self.host, worker, Kind.RELEASE, Release(context_id))
         if self.parts.passes:
@@ -409,7 +401,7 @@ class Engine:
 
     def tell_released(self, worker: int, context_id: int) -> None:
         """Tells a worker that a context has ended."""
-        if worker != self._id:
+        if worker != self.id:
             tell(self.host, worker, Kind.RELEASE, Release(context_id))
 
     def _on_release(self, context_id: int, told_by: int) -> None:
@@ -447,8 +439,8 @@ class Engine:
 
     def close(self) -> None:
         """Ends everything: this worker shuts down."""
-        if self in _here:
-            _here.remove(self)
+        if self in in_process.engines:
+            in_process.engines.remove(self)
         seam.remove(self)
         averaged.forget_averaged_leaves(id(self))
         self.parts.close()
@@ -459,7 +451,3 @@ class Engine:
         for context in self._contexts.all():
             self._contexts.take_out(context.id)
         self._contexts.plain.close()
-
-
-# In a fork: its workers are those of another process.
-os.register_at_fork(after_in_child=_here.clear)

@@ -4,35 +4,29 @@
     carry_out                        runs torch's engine (engine_call.py), reports to the root, adds gradients up
 
 A thread that reads carries out only what takes no time, and returns the rest as a task for another thread.
-
-# Note [.grad before the next call]
-The root sends End before it sends anything else, so `.grad` must be complete here before any call, answer or part of a
-pass that was read after End is handled. But adding to `.grad` can block and can run users' code (a tensor's subclass),
-which a thread that reads must not. So that thread only queues the pass in `due`, and returns a task that works the
-queue off. Whoever handles a later message works it off first (`commit_due`).
 """
 
 from __future__ import annotations
 
 import logging
 from _thread import RLock  # threading.RLock is Python code
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..errors import CallTimeoutError, NotStartedError, PeerLostError, TooLargeError, UnknownContextError, text_of
+from ..errors import CallTimeoutError, NotStartedError, PeerLostError, TooLargeError, UnknownContextError
 from ..events import log_by, logger
 from ..messages import COUNTER_BITS, Begin, Done, Envelope, Kind, Member, sender_of, shortened
 from ..primitives import clock, current
 from .backward_pass import Commit, Discard, Interrupt, Late, Part, PartInstruction, Report, Start, State, Wake
+from .commits import Commits
 from .contexts import Context, Contexts
 from .diagnosis import PartState, state_here
 from .engine_call import EngineCall
 from .host import Host, Task, tell
-from .leaves import GradientTable
 from .local_pass import Arrived, LocalPass
 from .outbox import Poster
 from .torch_modes import applied, restore_defaults
@@ -40,7 +34,6 @@ from .torch_modes import applied, restore_defaults
 _TOMBSTONES = 10_000
 _EARLY = 60.0  # seconds that gradients wait for the begin of their pass
 _GRACE = 5.0  # seconds that a participant waits longer than its root
-_LONGEST_ADDING = 60.0  # seconds
 _ASKING = 5.0  # seconds for which a root is asked for the state of a pass, before it is asked again
 
 
@@ -64,10 +57,7 @@ class Parts:
         self.passes: dict[int, LocalPass] = {}  # by id; single lookups go without the lock
         self._over: OrderedDict[int, None] = OrderedDict()  # tombstones
         self._closed = False
-        self.due: deque[LocalPass] = deque()  # finished, not in `.grad` yet; in the order of their ends
-        self._adding = RLock()  # held while `due` is worked off: later handlers wait for those that came first
-        self._last_root = -1  # of the last plain backward() whose gradients are in `.grad`
-        self._has_warned = False  # see _warn_of_sharing()
+        self.commits = Commits(member.name, host, self._forget)
         self.poster = Poster(host, self.all, self._on_local_end)
 
     def __len__(self) -> int:
@@ -238,12 +228,11 @@ class Parts:
                     else:
                         self._report(local, error)
                 case Commit():
-                    if local.begin is not None and local.begin.into_grad:
-                        self.due.append(local)
+                    self.commits.queue(local)
                     if reading:
                         later.append(instruction)
                     else:
-                        self._commit(local)
+                        self.commits.add(local)
                 case Interrupt():
                     local.interrupt(self._id, reason or "it failed")
                 case Discard():
@@ -256,8 +245,8 @@ class Parts:
         return partial(self.carry_out, local, later) if later else None
 
     def _run(self, local: LocalPass) -> None:
-        if self.due:
-            self.commit_due()
+        if self.commits.due:
+            self.commits.add_due()
         error: BaseException | None = None
         events, running = self._host.events, None
         if events.subscribers:
@@ -321,66 +310,6 @@ class Parts:
         envelope = Envelope(Kind.DONE, self._host.new_message_id(), done.pass_id if done.failure else 0)
         self._host.post(root_id, envelope, done, None, None)
 
-    def commit_due(self) -> None:
-        """Adds the gradients of all passes in `due` to `.grad`, or waits for the thread that does."""
-        if not self._adding.acquire(timeout=_LONGEST_ADDING):  # a tensor's subclass may do anything when it is added
-            logger.error(
-                "worker %r: gradients are still being added to `.grad` after %g s", self._name, _LONGEST_ADDING
-            )
-            return
-        try:
-            while self.due:
-                local = self.due[0]  # stays there meanwhile: other threads must see that there is something to wait for
-                try:
-                    self._add_up(local)
-                finally:
-                    if self.due and self.due[0] is local:
-                        self.due.popleft()
-        finally:
-            self._adding.release()
-
-    def _commit(self, local: LocalPass) -> None:
-        """Adds the gradients of a part to the context's, or to `.grad`, after those that are due before it. Any number
-        of times."""
-        if self.due:
-            self.commit_due()
-        self._add_up(local)
-
-    def _add_up(self, local: LocalPass) -> None:
-        context, begin = local.context, local.begin
-        assert context is not None
-        assert begin is not None
-        try:
-            with local.committing:
-                gradients, local.gradients = local.gradients, None
-                if gradients is not None and begin.into_grad:
-                    context.went_into_grad = True
-                    if not context.id:
-                        self._warn_of_sharing(local.pass_id >> COUNTER_BITS, gradients)
-                    gradients.add_to_leaves()
-                elif gradients is not None:
-                    with context.lock:
-                        context.gradients.take_over(gradients)
-        except Exception as error:
-            if local.part.is_root:
-                raise
-            # Without its traceback: a log handler that keeps it would keep the frames, and what they hold.
-            logger.error("the gradients of pass %d could not be added up: %s", local.pass_id, text_of(error))
-        finally:
-            self._forget(local)
-
-    def _warn_of_sharing(self, root: int, gradients: GradientTable) -> None:
-        """Warns once when gradients of passes that were begun on different workers meet in one `.grad`."""
-        last, self._last_root = self._last_root, root
-        if last in (root, -1) or self._has_warned or not gradients.meet_others():
-            return
-        self._has_warned = True
-        logger.warning(
-            "worker %r: gradients of backward passes that were begun on workers %r and %r are added up in one `.grad`. "
-            "Zero it between them; or have each of them use telegrad.autograd.context(), which keeps gradients apart",
-            self._name, self._host.name_of(last), self._host.name_of(root),
-        )  # fmt: skip
-
     def _forget(self, local: LocalPass) -> None:
         with self._lock:
             if local.part.is_over:
@@ -415,7 +344,7 @@ class Parts:
             if local.part.state is State.REPORTED and local.pass_id != current.current_pass_id():
                 self._await_end(local)
             if local.part.state is State.FINISHED:
-                self._commit(local)
+                self.commits.add(local)
 
     def _await_end(self, local: LocalPass) -> None:
         """Waits for the last word on a pass, unless it still runs at its root: no order is promised then, and the root

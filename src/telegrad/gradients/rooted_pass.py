@@ -11,6 +11,8 @@ import msgspec
 from ..errors import BackwardError, CallTimeoutError, PeerLostError, text_of
 from ..events import logger
 from ..messages import Begin
+from ..primitives import clock
+from ..primitives.interrupts import interruptible
 from ..primitives.waiter import Waiter
 from .backward_pass import BackwardPass, RootInstruction
 from .contexts import Context
@@ -57,16 +59,36 @@ def late_error(root: RootedPass, host: Host) -> CallTimeoutError:
 
 
 def moves(root: RootedPass, worker_id: int, host: Host, describe: Callable[[int], PartState]) -> bool:
-    """Asks all workers whether one of them computes; `describe` says it of this one, `worker_id`. One that computes for
-    ever ends no pass, as it would not locally; but it is named in the log."""
-    begin, others = root.begin, root.state.missing - {worker_id}
+    """Asks all workers twice whether one of them computes, or has got further meanwhile: a message between two workers
+    that both wait may be on its way. `describe` answers for this worker, `worker_id`. One that computes for ever ends
+    no pass, as it would not locally; but it is named in the log."""
     seconds = max(looking_time(root.patience or 0.0), _LEAST_LOOKING)
-    answers, _ = host.ask(others, state_here, (begin.context, begin.pass_id), seconds)
-    states = [describe(worker_id), *(state for state in answers.values() if state is not None)]
-    busy = sorted(host.name_of(state.worker) for state in states if state.computes)
-    if busy:
-        logger.warning("a backward pass has waited for %g s for workers %s, which compute", root.patience or 0.0, busy)
-    return bool(busy) or root.waiter.done
+    deadline = clock.now() + seconds
+    before: dict[int, PartState] | None = None
+    while True:
+        states = _states(root, worker_id, host, describe, deadline - clock.now())
+        busy = sorted(host.name_of(state.worker) for state in states.values() if state.computes)
+        if busy:
+            text = "a backward pass has waited for %g s for workers %s, which compute"
+            logger.warning(text, root.patience or 0.0, busy)
+        if busy or root.waiter.done or before is not None:
+            return bool(busy) or root.waiter.done or states != before
+        before = states
+        pause = min(seconds / 4, deadline - clock.now())
+        if pause <= 0:
+            return False
+        interruptible(root.waiter.sleep, pause)
+
+
+def _states(
+    root: RootedPass, worker_id: int, host: Host, describe: Callable[[int], PartState], seconds: float
+) -> dict[int, PartState]:
+    """Returns the states of the workers whose reports are missing, as far as they answer."""
+    begin = root.begin
+    answers, _ = host.ask(root.state.missing - {worker_id}, state_here, (begin.context, begin.pass_id), seconds)
+    states = {worker: state for worker, state in answers.items() if state is not None}
+    states[worker_id] = describe(worker_id)
+    return states
 
 
 def raise_error(root: RootedPass, context: Context, worker_id: int, host: Host) -> None:

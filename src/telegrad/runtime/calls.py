@@ -75,7 +75,7 @@ class Calls:
         self._pid = os.getpid()
         # What takes the place of a context outside of contexts; None: tensors are not followed there.
         self._plain = worker.contexts.plain if worker.options.plain and worker.id >= 0 else None
-        self._due = worker.engine.parts.due  # see Note [.grad before the next call]
+        self._commits = worker.engine.parts.commits  # see Note [.grad before the next call]
         self._to_log: deque[str] = deque()  # from finalisers, which must not log themselves
         self.late_answers = 0
         self._device_functions: set[str] = set()  # which have returned tensors on devices
@@ -380,8 +380,8 @@ class Calls:
 
     def _open_answer(self, call: PendingCall) -> Any:
         """Decodes the answer: the value, or None with `make_error` set."""
-        if self._due:
-            self._worker.engine.parts.commit_due()
+        if self._commits.due:
+            self._commits.add_due()
         value = None
         if call.make_error is None:
             envelope, frames = call.envelope, call.frames

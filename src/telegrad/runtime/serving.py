@@ -50,7 +50,7 @@ class Server:
         self._threads = threads
         self._serving: dict[int, str] = {}  # callers, by message id; its single operations are atomic
         self._slow: set[str] = set()  # functions that took long the last time
-        self._due = worker.engine.parts.due  # see Note [.grad before the next call]
+        self._commits = worker.engine.parts.commits  # see Note [.grad before the next call]
         self._closed = False
         self.calls_served = 0
 
@@ -67,8 +67,8 @@ class Server:
         """Runs the function of a call and answers it."""
         if message.task is not None:
             message.task()
-        if self._due:
-            self._worker.engine.parts.commit_due()
+        if self._commits.due:
+            self._commits.add_due()
         if self._closed:
             return
         connection, envelope, deadline = message.connection, message.envelope, message.deadline

@@ -1,0 +1,98 @@
+"""Commits: the gradients of finished passes join those of their context, or `.grad`.
+
+# Note [.grad before the next call]
+The root of a pass sends End before it sends anything else, so `.grad` must be complete here before any call, answer or
+part of a pass that was read after End is handled. But adding to `.grad` can block and can run users' code (a tensor's
+subclass), which a thread that reads must not. That thread only queues the pass in `due`, and returns a task that adds
+up what is queued. Whoever handles a later message does that first (`add_due`).
+"""
+
+from __future__ import annotations
+
+from _thread import RLock  # threading.RLock is Python code
+from collections import deque
+from collections.abc import Callable
+
+from ..errors import text_of
+from ..events import logger
+from ..messages import COUNTER_BITS
+from .host import Host
+from .leaves import GradientTable
+from .local_pass import LocalPass
+
+_LONGEST = 60.0  # seconds
+
+
+class Commits:
+    """Adds up the gradients of one worker's parts in passes. `forget` drops a part that is added up."""
+
+    def __init__(self, worker: str, host: Host, forget: Callable[[LocalPass], None]) -> None:
+        self._worker = worker
+        self._host = host
+        self._forget = forget
+        self.due: deque[LocalPass] = deque()  # finished, not in `.grad` yet; in the order of their ends
+        self._adding = RLock()  # held while `due` is added up: later handlers wait for those that came first
+        self._last_root = -1  # of the last plain backward() whose gradients are in `.grad`
+        self._has_warned = False  # see _warn_of_sharing()
+
+    def queue(self, local: LocalPass) -> None:
+        """Has a finished part added up before any message is handled that was read after this."""
+        if local.begin is not None and local.begin.into_grad:
+            self.due.append(local)
+
+    def add_due(self) -> None:
+        """Adds the gradients of all parts in `due` to `.grad`, or waits for the thread that does."""
+        if not self._adding.acquire(timeout=_LONGEST):  # a tensor's subclass may do anything when it is added
+            logger.error("worker %r: gradients are still being added to `.grad` after %g s", self._worker, _LONGEST)
+            return
+        try:
+            while self.due:
+                local = self.due[0]  # stays there meanwhile: other threads must see that there is something to wait for
+                try:
+                    self._add_up(local)
+                finally:
+                    if self.due and self.due[0] is local:
+                        self.due.popleft()
+        finally:
+            self._adding.release()
+
+    def add(self, local: LocalPass) -> None:
+        """Adds up the gradients of a finished part, after those that are due before it. Any number of times."""
+        if self.due:
+            self.add_due()
+        self._add_up(local)
+
+    def _add_up(self, local: LocalPass) -> None:
+        context, begin = local.context, local.begin
+        assert context is not None
+        assert begin is not None
+        try:
+            with local.committing:
+                gradients, local.gradients = local.gradients, None
+                if gradients is not None and begin.into_grad:
+                    context.went_into_grad = True
+                    if not context.id:
+                        self._warn_of_sharing(local.pass_id >> COUNTER_BITS, gradients)
+                    gradients.add_to_leaves()
+                elif gradients is not None:
+                    with context.lock:
+                        context.gradients.take_over(gradients)
+        except Exception as error:
+            if local.part.is_root:
+                raise
+            # Without its traceback: a log handler that keeps it would keep the frames, and what they hold.
+            logger.error("the gradients of pass %d could not be added up: %s", local.pass_id, text_of(error))
+        finally:
+            self._forget(local)
+
+    def _warn_of_sharing(self, root: int, gradients: GradientTable) -> None:
+        """Warns once when gradients of passes that were begun on different workers meet in one `.grad`."""
+        last, self._last_root = self._last_root, root
+        if last in (root, -1) or self._has_warned or not gradients.meet_others():
+            return
+        self._has_warned = True
+        logger.warning(
+            "worker %r: gradients of backward passes that were begun on workers %r and %r are added up in one `.grad`. "
+            "Zero it between them; or have each of them use telegrad.autograd.context(), which keeps gradients apart",
+            self._worker, self._host.name_of(last), self._host.name_of(root),
+        )  # fmt: skip
