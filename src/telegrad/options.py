@@ -62,8 +62,8 @@ class Options:
 
     plain: bool = True
     """Tensors that require grad are followed to other workers outside of contexts, too, and `loss.backward()` finds its
-    way back. Else they arrive as leaves there, as in torch. What a caller has set holds for its calls and their
-    answers."""
+    way back. Else they arrive as leaves there, as in torch, and so do parameters and modules that this worker sends in
+    contexts. What a caller has set holds for its calls and their answers."""
     backward_timeout: float = 60.0
     """How long `loss.backward()` waits while nothing moves: no gradient comes, and no worker computes. 0 means no
     limit. A worker that computes for longer is waited for, and named in the log."""
