@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing.spawn
+import pickle
 import sys
 import types
 import warnings
@@ -43,6 +44,7 @@ _C = torch._C._distributed_rpc
 _torch_rpc_is_running = _C._is_current_rpc_agent_set  # before it is replaced
 
 _installed = False
+_options = Options()  # of the last install()
 
 
 def is_installed() -> bool:
@@ -55,20 +57,24 @@ def install(options: Options | None = None, *, torch_profiler: bool = False) -> 
     that it starts with multiprocessing. Any number of times.
 
     Args:
-        options: telegrad's own options for the worker that init_rpc() will start. Its timeout is torch's.
+        options: telegrad's own options for the worker that init_rpc() will start; by default those of the call before.
+            `rpc_timeout`, `plain` and `strict_devices` are always as torch has them, `device_maps` and `devices` where
+            torch's options set them.
         torch_profiler: calls stand in profiles of torch.profiler.profile, too, with what they cost at the callee. The
             original leaves them out, and has them in those of torch.autograd.profiler_legacy only.
 
     Raises:
         RuntimeError: torch's own RPC is running in this process.
+        TypeError: `options` is no telegrad.Options.
     """
-    global _installed
+    global _installed, _options
     if _torch_rpc_is_running():
         raise RuntimeError(
             "torch's own RPC is running in this process, and telegrad cannot take its place while it does: call "
             "telegrad.compat.install() before torch.distributed.rpc.init_rpc(), or after its shutdown()"
         )
-    _set_backend(options or Options())
+    _options = _options if options is None else Options.of(options)
+    _set_backend(_options)
     profiling.follow_profiles(newer=torch_profiler)
     if _installed:
         return
@@ -126,11 +132,11 @@ class _InstallsWhenUnpickled:
         # The child has its parent's sys.path only later: it is told where telegrad is.
         where = str(Path(__file__).resolve().parents[2])
         code = f"""
-import sys
+import pickle, sys
 sys.path.append({where!r})
 import telegrad.compat
 sys.path.remove({where!r})
-telegrad.compat.install(torch_profiler={profiling.follows_newer})
+telegrad.compat.install(pickle.loads({pickle.dumps(_options)!r}), torch_profiler={profiling.follows_newer})
 """
         return exec, (code,)
 
