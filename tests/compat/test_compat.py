@@ -117,11 +117,14 @@ def test_a_program_finds_itself_as_python_has_it(tmp_path: Path, how: str) -> No
 
 
 def test_a_worker_serves_calls_after_its_script_has_ended(tmp_path: Path) -> None:
+    """worker1 calls worker0 when the script of that has ended: its handler of atexit has told it so."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(
             f"""
             import atexit
+            import sys
+            import threading
             import torch.distributed.rpc as rpc
 
             class Own:
@@ -130,17 +133,36 @@ def test_a_worker_serves_calls_after_its_script_has_ended(tmp_path: Path) -> Non
             def kind(value):
                 return type(value) is Own
 
-            def serve():
-                print(rpc.rpc_sync("alone", kind, args=(Own(),)))
+            ended = threading.Event()
+
+            def at_the_end():
+                rpc.rpc_sync("worker1", ended_there)
                 rpc.shutdown()
 
-            options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/store")
-            rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-            atexit.register(serve)
+            def ended_there():
+                ended.set()
+
+            rank = int(sys.argv[1])
+            options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/store", rpc_timeout=30)
+            rpc.init_rpc(f"worker{{rank}}", rank=rank, world_size=2, rpc_backend_options=options)
+            if rank == 0:
+                atexit.register(at_the_end)
+            else:
+                ended.wait(60)
+                print(rpc.rpc_sync("worker0", kind, args=(Own(),)))
+                rpc.shutdown()
             """
         )
     )
-    assert run("-m", "telegrad.compat", script) == "True\n"
+    command = [sys.executable, "-m", "telegrad.compat", str(script)]
+    other = subprocess.Popen([*command, "0"], stderr=subprocess.PIPE, text=True)
+    try:
+        shown = run(*command[1:], "1")
+        _, errors = other.communicate(timeout=60)
+    finally:
+        other.kill()
+        other.communicate()
+    assert (shown, errors) == ("True\n", "")
 
 
 def test_the_program_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
