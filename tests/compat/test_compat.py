@@ -236,6 +236,32 @@ def test_names_that_were_imported_before_change_too() -> None:
     assert shown.splitlines() == [f"{['telegrad'] * 7} True", "True", "True True True"]
 
 
+def test_modules_that_are_imported_later_have_telegrads_classes() -> None:
+    """install() itself imports none of them: that takes long."""
+    shown = run_code(
+        """
+        import importlib, inspect, sys
+        import telegrad.compat
+        telegrad.compat.install()
+        print([name for name in sys.modules if name.startswith(("torch.distributed.optim", "torch.distributed.nn"))])
+        import torch.distributed.optim.optimizer as own_module
+        from torch.distributed.nn import RemoteModule
+        from torch.distributed.nn.api.remote_module import RemoteModule as the_same
+        from torch.distributed.optim import DistributedOptimizer
+        print(DistributedOptimizer.__module__, own_module.DistributedOptimizer is DistributedOptimizer)
+        print(RemoteModule.__module__, RemoteModule is the_same)
+        importlib.reload(own_module)
+        print(own_module.DistributedOptimizer is DistributedOptimizer, "class" in inspect.getsource(own_module))
+        """
+    )
+    assert shown.splitlines() == [
+        "[]",
+        "telegrad.optim.distributed True",
+        "telegrad.nn.remote_module True",
+        "True True",
+    ]
+
+
 def test_install_is_refused_while_torchs_own_rpc_runs(tmp_path: Path) -> None:
     shown = run_code(
         f"""
