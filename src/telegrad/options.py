@@ -62,8 +62,8 @@ class Options:
 
     plain: bool = True
     """Tensors that require grad are followed to other workers outside of contexts, too, and `loss.backward()` finds its
-    way back. Else they arrive as leaves there, as in torch. What a caller has set holds for its calls and their
-    answers."""
+    way back. Else they arrive as leaves there, as in torch, and so do parameters and modules that this worker sends in
+    contexts. What a caller has set holds for its calls and their answers."""
     backward_timeout: float = 60.0
     """How long `loss.backward()` waits while nothing moves: no gradient comes, and no worker computes. 0 means no
     limit. A worker that computes for longer is waited for, and named in the log."""
@@ -89,11 +89,25 @@ class Options:
         object.__setattr__(self, "devices", tuple([_cuda_name(device) for device in self.devices]))
 
     @classmethod
-    def of(cls, options: Options | None, torch_options: Any = None) -> Options:
-        """The options given, or what torch's RpcBackendOptions say, or the defaults."""
-        if options is None:
-            options = cls() if torch_options is None else cls().with_those_of_torch(torch_options)
-        return options
+    def of(cls, options: Options | None, backend_options: Any = None) -> Options:
+        """The options given under either name, or what torch's RpcBackendOptions set, or the defaults.
+
+        Raises:
+            TypeError: both are given, or one is no options object.
+        """
+        if options is not None and backend_options is not None:
+            raise TypeError(
+                "init_rpc() takes options or rpc_backend_options, not both; init_method=... says where the group meets"
+            )
+        given = backend_options if options is None else options
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        if options is None and hasattr(given, "rpc_timeout"):
+            return cls().with_those_of_torch(given)
+        name, others = ("options", "") if options is not None else ("rpc_backend_options", " or torch's options")
+        raise TypeError(f"{name} is a {type(given).__name__}; expected telegrad.Options{others}")
 
     def with_those_of_torch(self, torch_options: Any) -> Options:
         """The same with the timeout, the device maps and the devices of torch's RpcBackendOptions; the last two where

@@ -73,27 +73,31 @@ def init_rpc(
 
     Args:
         name: the worker's name, unique in the group.
-        backend: ignored; there is one.
+        backend: ignored, as there is only one.
         rank: this worker's number in a group of fixed size; RANK by default.
         world_size: how many workers there are; WORLD_SIZE by default.
-        rpc_backend_options: torch's options; their timeout and init_method are taken.
+        rpc_backend_options: telegrad's options under torch's name, or torch's: their rpc_timeout, device_maps, devices
+            and init_method count; num_worker_threads, _transports and _channels have no effect.
         init_method: where the group meets: `env://` (the default), `tcp://HOST:PORT` or `file:///PATH`.
         options: telegrad's own options.
 
     Raises:
+        TypeError: an argument is of another type, or both kinds of options are given.
         AlreadyStartedError: this process is a worker already.
         ValueError: the name is empty, too long, or cannot be printed.
         NameTakenError: a live worker has the name.
         RendezvousError: the store cannot be reached, or others did not come in time.
     """
     check_name(name)
+    if isinstance(backend, Options):
+        raise TypeError("backend is an Options object; pass it by name: init_rpc(..., options=...)")
+    chosen = Options.of(options, rpc_backend_options)
     with _starting:
         running = default_worker()
         if running is not None:
             raise AlreadyStartedError(
                 f"RPC is already initialized in this process, as worker {running.name!r}; call shutdown() first"
             )
-        chosen = Options.of(options, rpc_backend_options)
         method = init_method or getattr(rpc_backend_options, "init_method", None) or "env://"
         store, rank, world_size = open_store(method, rank, world_size, chosen.init_timeout)
         group = Group(store, world_size, chosen.init_timeout)

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ._torch import BaseFuture
+from ._torch import BaseFuture, tree_leaves, tree_map
 from .errors import CallTimeoutError, EncodeError, GradientError, NotStartedError, PeerLostError
 from .messages import WorkerInfo
 from .primitives import current, interrupts
@@ -284,11 +284,22 @@ def _may_wait(function: Function) -> Function:
 
 @_may_wait
 def _fetch(value: RRef[Any] | int) -> Any:
-    found = current_worker().references.fetch(value.entry.id if isinstance(value, RRef) else value)
+    worker = current_worker()
+    id = value.entry.id if isinstance(value, RRef) else value
+    found = worker.references.fetch(id, None if worker.options.plain else _followed)
     if isinstance(found, BaseFuture) and not isinstance(found, Future):
         # The value itself, which is not to be waited for.
         raise EncodeError("Can not pickle torch.futures.Future: the value of this RRef is one, and stays where it is")
     return found
+
+
+def _followed(value: Any) -> Any:
+    """Replaces parameters by views of them, which gradients come back from, in a value made of tensors only: torch's
+    RPC holds one that RRef(value) was given in C++, where a parameter is a tensor like any other."""
+    if not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+        return value
+    with torch.enable_grad():
+        return tree_map(lambda leaf: leaf.view_as(leaf) if isinstance(leaf, torch.nn.Parameter) else leaf, value)
 
 
 def value_here(value: RRef[Any] | int) -> Any:

@@ -78,7 +78,7 @@ class Worker:
         )
         self.events.submit = self._threads.submit
         self._lease = ReadLease(self._poller, options.spin)
-        self._codec = Codec(member.id, hello.main, options.strict_devices)
+        self._codec = Codec(member.id, hello.main, options.strict_devices, copies_parameters=not options.plain)
         self._pending = PendingCalls(self._on_expired, self._threads.new_timer, self._threads.submit)
         self.contexts = Contexts(member.id, self.new_message_id)
         self.attach = Attach(member.id, self.contexts, self.new_message_id)

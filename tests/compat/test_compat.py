@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from telegrad.compat import __main__ as program
+
 # A program of torch's RPC that knows nothing of telegrad. Prints what RRef is, and a result.
 PROGRAM = """
     import os
@@ -47,9 +49,9 @@ PROGRAM = """
 """
 
 
-def run(*command: str | Path, expect: int = 0) -> str:
+def run(*command: str | Path, expect: int = 0, cwd: Path | None = None) -> str:
     """What a process prints."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, check=False, cwd=cwd)
     assert done.returncode == expect, done.stderr
     return done.stdout if expect == 0 else done.stderr
 
@@ -68,9 +70,146 @@ def test_a_script_and_the_processes_that_it_starts_run_on_telegrad(tmp_path: Pat
     assert shown.strip() == f"telegrad.rref [2.0, 2.0] {arguments}"
 
 
-def test_the_script_must_be_there() -> None:
+def test_a_module_of_a_package_runs_on_telegrad(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "program.py").write_text(textwrap.dedent(PROGRAM.replace("{method}", "spawn")))
+    store = str(tmp_path / "store")
+    shown = run("-m", "telegrad.compat", "-m", "package.program", store, "--flag", cwd=tmp_path)
+    assert shown.strip() == f"telegrad.rref [2.0, 2.0] {[store, '--flag']}"
+
+
+# Prints what it finds of itself, at once and at the end, when workers may still serve calls.
+ITSELF = """
+    import atexit, inspect, pickle, sys
+
+    class Own:
+        pass
+
+    def look(when):
+        main = sys.modules["__main__"]
+        pickle.loads(pickle.dumps(Own()))
+        print(when, main.Own is Own, vars(main) is globals(), inspect.getsource(Own).split(), file=sys.stderr)
+
+    atexit.register(look, "end")
+    look("now")
+    spec = __spec__ and (__spec__.name, __spec__.origin)
+    print(__name__, __file__, __package__, __cached__, spec, type(__loader__), sys.argv, sys.path[0], file=sys.stderr)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("how", ["link", "folder", "-m package", "-m package.module"])
+def test_a_program_finds_itself_as_python_has_it(tmp_path: Path, how: str) -> None:
+    code = textwrap.dedent(ITSELF)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "other").mkdir()
+    for name in ("module.py", "package/__init__.py", "package/__main__.py", "package/module.py"):
+        (tmp_path / name).write_text("" if name.endswith("__init__.py") else code)
+    (tmp_path / "other" / "link.py").symlink_to(tmp_path / "module.py")
+    found = {"link": "other/link.py", "folder": "package"}
+    command = [found[how]] if how in found else how.split()
+    as_python = run(*command, "argument", expect=3, cwd=tmp_path)
+    assert as_python.splitlines()[0] == "now True True ['class', 'Own:', 'pass']"
+    assert as_python.splitlines()[-1] == "end True True ['class', 'Own:', 'pass']"
+    assert run("-m", "telegrad.compat", *command, "argument", expect=3, cwd=tmp_path) == as_python
+
+
+def test_a_worker_serves_calls_after_its_script_has_ended(tmp_path: Path) -> None:
+    """worker1 calls worker0 when the script of that has ended: its handler of atexit has told it so."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import atexit
+            import sys
+            import threading
+            import torch.distributed.rpc as rpc
+
+            class Own:
+                pass
+
+            def kind(value):
+                return type(value) is Own
+
+            ended = threading.Event()
+
+            def at_the_end():
+                rpc.rpc_sync("worker1", ended_there)
+                rpc.shutdown()
+
+            def ended_there():
+                ended.set()
+
+            rank = int(sys.argv[1])
+            options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/store", rpc_timeout=30)
+            rpc.init_rpc(f"worker{{rank}}", rank=rank, world_size=2, rpc_backend_options=options)
+            if rank == 0:
+                atexit.register(at_the_end)
+            else:
+                ended.wait(60)
+                print(rpc.rpc_sync("worker0", kind, args=(Own(),)))
+                rpc.shutdown()
+            """
+        )
+    )
+    command = [sys.executable, "-m", "telegrad.compat", str(script)]
+    other = subprocess.Popen([*command, "0"], stderr=subprocess.PIPE, text=True)
+    try:
+        shown = run(*command[1:], "1")
+        _, errors = other.communicate(timeout=60)
+    finally:
+        other.kill()
+        other.communicate()
+    assert (shown, errors) == ("True\n", "")
+
+
+def test_the_program_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "usage" in run("-m", "telegrad.compat", expect=2)
-    assert "there is no script 'none.py'" in run("-m", "telegrad.compat", "none.py", expect=1)
+    monkeypatch.setattr(program, "install", lambda: None)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    for arguments, message in (
+        (["none.py"], "there is no script 'none.py'"),
+        ([str(tmp_path)], "has no __main__.py"),
+        (["-m"], "-m needs the name of a module"),
+        (["-m", "none"], "there is no module 'none' that can be run"),
+        (["-m", "none.of_it"], "No module named 'none'"),
+        (["-m", "json"], "'json' is a package without a __main__.py"),
+        (["-m", "sys"], "there is no module 'sys' that can be run"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["telegrad.compat", *arguments])
+        with pytest.raises(SystemExit, match=message):
+            program.main()
+
+
+def test_options_of_install_hold_in_spawned_processes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import torch.distributed.rpc as rpc
+            import torch.multiprocessing as mp
+
+            def run(rank):
+                options = rpc.TensorPipeRpcBackendOptions(init_method="file://{tmp_path}/store")
+                rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+                print(rpc.api._get_current_rpc_agent().worker.options.spin)
+                rpc.shutdown()
+
+            if __name__ == "__main__":
+                import telegrad.compat
+                telegrad.compat.install(telegrad.Options(spin=0.125))
+                telegrad.compat.install()
+                try:
+                    telegrad.compat.install({{"spin": 1}})
+                except TypeError as error:
+                    print(error)
+                mp.spawn(run, nprocs=1)
+            """
+        )
+    )
+    assert run(script).splitlines() == ["options is a dict; expected telegrad.Options", "0.125"]
 
 
 def test_names_that_were_imported_before_change_too() -> None:
@@ -95,6 +234,32 @@ def test_names_that_were_imported_before_change_too() -> None:
         """
     )
     assert shown.splitlines() == [f"{['telegrad'] * 7} True", "True", "True True True"]
+
+
+def test_modules_that_are_imported_later_have_telegrads_classes() -> None:
+    """install() itself imports none of them: that takes long."""
+    shown = run_code(
+        """
+        import importlib, inspect, sys
+        import telegrad.compat
+        telegrad.compat.install()
+        print([name for name in sys.modules if name.startswith(("torch.distributed.optim", "torch.distributed.nn"))])
+        import torch.distributed.optim.optimizer as own_module
+        from torch.distributed.nn import RemoteModule
+        from torch.distributed.nn.api.remote_module import RemoteModule as the_same
+        from torch.distributed.optim import DistributedOptimizer
+        print(DistributedOptimizer.__module__, own_module.DistributedOptimizer is DistributedOptimizer)
+        print(RemoteModule.__module__, RemoteModule is the_same)
+        importlib.reload(own_module)
+        print(own_module.DistributedOptimizer is DistributedOptimizer, "class" in inspect.getsource(own_module))
+        """
+    )
+    assert shown.splitlines() == [
+        "[]",
+        "telegrad.optim.distributed True",
+        "telegrad.nn.remote_module True",
+        "True True",
+    ]
 
 
 def test_install_is_refused_while_torchs_own_rpc_runs(tmp_path: Path) -> None:

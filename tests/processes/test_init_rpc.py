@@ -290,6 +290,27 @@ def test_torchs_options_are_understood(address):
         rpc.shutdown()
 
 
+def test_own_options_count_under_torchs_name_too(address):
+    worker = rpc.init_rpc("w", rank=0, world_size=1, init_method=address, rpc_backend_options=QUICK)
+    try:
+        assert worker.options is QUICK
+    finally:
+        rpc.shutdown()
+
+
+def test_options_that_would_be_dropped_are_refused(address):
+    own, torchs = telegrad.Options(), torch_rpc.TensorPipeRpcBackendOptions()
+    for kwargs, message in (
+        ({"options": own, "rpc_backend_options": torchs}, "options or rpc_backend_options, not both"),
+        ({"options": torchs}, r"options is a TensorPipeRpcBackendOptions; expected telegrad\.Options$"),
+        ({"rpc_backend_options": {"spin": 0}}, "rpc_backend_options is a dict; expected telegrad.Options or torch's"),
+        ({"backend": own}, r"pass it by name: init_rpc\(\.\.\., options="),
+    ):
+        with pytest.raises(TypeError, match=message):
+            rpc.init_rpc("w", rank=0, world_size=1, init_method=address, **kwargs)
+        assert current.default_worker() is None
+
+
 def test_a_port_in_use():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"

@@ -140,7 +140,7 @@ def test_options_of_torch_are_taken_over() -> None:
     assert not options.strict_devices
     own = Options(device_maps={"d": {0: 0}})
     assert own.with_those_of_torch(TensorPipeRpcBackendOptions()).device_maps == own.device_maps
-    assert Options.of(own, theirs) is own
+    assert Options.of(own) is own
     assert Options.of(None, SimpleNamespace(rpc_timeout=3)).device_maps == {}  # options of a backend with no maps
     # Two that are mapped to one, one after the other, torch sees when workers join: so does telegrad.
     theirs.set_device_map("e", {"cuda:0": "cuda:0"})

@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from torch.autograd import profiler as kineto
 from torch.autograd import profiler_legacy as legacy
 
 from .._torch import disable_legacy_profiler, enable_legacy_profiler, profiler_enabled
-from ..events import Event
+from ..events import Event, Events
 from ..messages import Settings
 from ..primitives.current import current_worker
 from ..runtime import profiled_calls
@@ -134,44 +135,63 @@ def _add_to_trace(path: str, events: list[Any], start_ns: int) -> None:
 
 # -- the profiler of all threads that serve ----------------------------------------------------------------
 
-_lock = threading.Lock()  # guards both below
+_lock = threading.Lock()  # guards all below
 _profiles: list[tuple[Any, list[Records]]] = []  # the configuration, and the records; the innermost last
+_recording = 0  # functions that run under the legacy profiler for them
+_followed: Events | None = None  # of the worker whose functions are recorded
 _unsubscribe: Callable[[], None] | None = None
 
 
 def enable(config: Any) -> None:
     """Starts a profile inside of those that run."""
-    global _unsubscribe
+    global _followed, _unsubscribe, _recording
+    events = current_worker().events
     with _lock:
         _profiles.append((config, []))
-        if _unsubscribe is None:
-            _unsubscribe = current_worker().events.subscribe(_on_event)
+        if _followed is not events:  # else it still follows the worker, perhaps for a function of an earlier profile
+            if _unsubscribe is not None:  # from a worker that has shut down
+                _unsubscribe()
+            _followed, _unsubscribe, _recording = events, events.subscribe(_on_event), 0
 
 
 def disable() -> list[Records]:
     """Ends the innermost profile; returns the records, call by call."""
-    global _unsubscribe
     with _lock:
         if not _profiles:
             raise RuntimeError("no server profile is on: enter one before you leave it")
         _, records = _profiles.pop()
-        if not _profiles and _unsubscribe is not None:
-            _unsubscribe()
-            _unsubscribe = None
-        return records
+        _unsubscribe_if_unused_locked()
+    # torch reads the times of each call from the first start it finds. From starts of their own the calls of one thread
+    # would overlap, and torch drops an event inside of another of the same name.
+    starts = [record for thread in chain(*records) for record in thread if record.name() == "__start_profile"]
+    return [[starts[:1], *each] for each in records]
+
+
+def _unsubscribe_if_unused_locked() -> None:
+    """Functions that are being recorded, such as the one that calls disable(), still have to switch it off."""
+    global _followed, _unsubscribe
+    if not _profiles and not _recording and _unsubscribe is not None:
+        _unsubscribe()
+        _followed = _unsubscribe = None
 
 
 def _on_event(event: Event) -> None:
+    global _recording
     if event.stage != "run":
         return
     if event.phase == "started":
-        config = _profiles[-1][0] if _profiles else None
-        if config is not None and not profiler_enabled():
-            enable_legacy_profiler(config)
-            _thread.is_recording = True
+        with _lock:
+            if not _profiles or profiler_enabled():
+                return
+            config = _profiles[-1][0]
+            _recording += 1
+        _thread.is_recording = True
+        enable_legacy_profiler(config)
     elif _thread.is_recording:
         _thread.is_recording = False
-        records = disable_legacy_profiler()
+        records = disable_legacy_profiler() if profiler_enabled() else None
         with _lock:
-            for _, found in _profiles:
+            _recording -= 1
+            for _, found in _profiles if records is not None else ():
                 found.append(records)
+            _unsubscribe_if_unused_locked()

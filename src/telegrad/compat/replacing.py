@@ -20,10 +20,13 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing.spawn
+import pickle
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ _C = torch._C._distributed_rpc
 _torch_rpc_is_running = _C._is_current_rpc_agent_set  # before it is replaced
 
 _installed = False
+_options = Options()  # of the last install()
 
 
 def is_installed() -> bool:
@@ -55,20 +59,24 @@ def install(options: Options | None = None, *, torch_profiler: bool = False) -> 
     that it starts with multiprocessing. Any number of times.
 
     Args:
-        options: telegrad's own options for the worker that init_rpc() will start. Its timeout is torch's.
+        options: telegrad's own options for the worker that init_rpc() will start; by default those of the call before.
+            `rpc_timeout`, `plain` and `strict_devices` are always as torch has them, `device_maps` and `devices` where
+            torch's options set them.
         torch_profiler: calls stand in profiles of torch.profiler.profile, too, with what they cost at the callee. The
             original leaves them out, and has them in those of torch.autograd.profiler_legacy only.
 
     Raises:
         RuntimeError: torch's own RPC is running in this process.
+        TypeError: `options` is no telegrad.Options.
     """
-    global _installed
+    global _installed, _options
     if _torch_rpc_is_running():
         raise RuntimeError(
             "torch's own RPC is running in this process, and telegrad cannot take its place while it does: call "
             "telegrad.compat.install() before torch.distributed.rpc.init_rpc(), or after its shutdown()"
         )
-    _set_backend(options or Options())
+    _options = _options if options is None else Options.of(options)
+    _set_backend(_options)
     profiling.follow_profiles(newer=torch_profiler)
     if _installed:
         return
@@ -81,6 +89,7 @@ def install(options: Options | None = None, *, torch_profiler: bool = False) -> 
                 replaced[id(old)] = old, new
             setattr(module, name, new)
     _change_where_imported(replaced)
+    sys.meta_path.insert(0, _WhenImported())
     torch._jit_internal.is_rref_instance = _is_handed_to_script
     note_averaged_leaves(id(_C))  # for good
     _warn_of_calls_in_scripts()
@@ -103,10 +112,34 @@ def _replacements() -> Iterator[tuple[types.ModuleType, dict[str, Any]]]:
         yield module, {"backward": calls.backward}
     yield torch.distributed.autograd, {"context": autograd.context}
     yield torch.futures, {"wait_all": calls.wait_all}
-    for name, own_module, modules in _CLASSES:
-        found = getattr(importlib.import_module(own_module, __package__), name)
-        for module_name in modules:
-            yield importlib.import_module(module_name), {name: found}
+    for module_name in _CLASSES:
+        if module_name in sys.modules:
+            yield sys.modules[module_name], _class_for(module_name)
+
+
+def _class_for(module_name: str) -> dict[str, Any]:
+    name, own_module = _CLASSES[module_name]
+    return {name: getattr(importlib.import_module(own_module, __package__), name)}
+
+
+class _WhenImported(MetaPathFinder):
+    """Replaces the classes of modules that are imported after install(): importing them there would cost every process
+    more than the rest of install() does."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name in _CLASSES else None
+        loader: Any = spec.loader if spec is not None else None
+        if loader is None:
+            return None
+        execute = loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            vars(module).update(_class_for(name))
+
+        loader.exec_module = exec_module
+        return spec
 
 
 def _change_where_imported(replaced: dict[int, tuple[Any, Any]]) -> None:
@@ -126,11 +159,11 @@ class _InstallsWhenUnpickled:
         # The child has its parent's sys.path only later: it is told where telegrad is.
         where = str(Path(__file__).resolve().parents[2])
         code = f"""
-import sys
+import pickle, sys
 sys.path.append({where!r})
 import telegrad.compat
 sys.path.remove({where!r})
-telegrad.compat.install(torch_profiler={profiling.follows_newer})
+telegrad.compat.install(pickle.loads({pickle.dumps(_options)!r}), torch_profiler={profiling.follows_newer})
 """
         return exec, (code,)
 
@@ -228,8 +261,10 @@ _AUTOGRAD = (
     "_new_context", "_release_context", "_retrieve_context", "get_gradients",
 )  # fmt: skip
 
-# name, telegrad's module, torch's modules
-_CLASSES = (
-    ("DistributedOptimizer", "..optim", ("torch.distributed.optim", "torch.distributed.optim.optimizer")),
-    ("RemoteModule", "..nn", ("torch.distributed.nn", "torch.distributed.nn.api.remote_module")),
-)
+# by torch's module: the name there, and telegrad's module
+_CLASSES = {
+    "torch.distributed.optim": ("DistributedOptimizer", "..optim"),
+    "torch.distributed.optim.optimizer": ("DistributedOptimizer", "..optim"),
+    "torch.distributed.nn": ("RemoteModule", "..nn"),
+    "torch.distributed.nn.api.remote_module": ("RemoteModule", "..nn"),
+}

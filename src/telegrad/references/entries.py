@@ -31,6 +31,7 @@ class Owned(msgspec.Struct, eq=False):
     owner: int
     handles: int = 0  # here, and messages that were read and not decoded yet
     credits: dict[int, int] = {}  # by worker, each above zero; its own: messages in flight to itself
+    given: bool = False  # by RRef(value), and not the result of a call
     begun: bool = False  # the message that creates it has come
     is_set: bool = False
     value: Any = None

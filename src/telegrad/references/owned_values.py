@@ -38,7 +38,7 @@ class OwnedValues:
     def own(self, value: Any) -> Owned:
         """A value of this worker, with one handle."""
         entry = Owned(self.host.new_message_id(), self._id)
-        entry.begun = entry.is_set = True
+        entry.given = entry.begun = entry.is_set = True
         entry.value = value
         entry.handles = 1
         with self._lock:
@@ -103,15 +103,16 @@ class OwnedValues:
             self._sleep(entry, waiter, timeout)
         return entry.result()
 
-    def fetch(self, id: int) -> Any:
-        """For another worker: the value, or its future while it is not there. Raises what was raised instead."""
+    def fetch(self, id: int, of_given: Callable[[Any], Any] | None = None) -> Any:
+        """For another worker: the value, or its future while it is not there. Raises what was raised instead.
+        `of_given` is applied to a value of RRef(value)."""
         with self._lock:
             entry = self._find_locked(id)
             if not entry.is_set:
                 future = Future(lambda call, timeout: None, logger.debug)  # its waiters sleep until it is set
                 entry.waiting.append(partial(entry.complete, future))
                 return future
-        return entry.result()
+        return of_given(entry.value) if of_given is not None and entry.given else entry.result()
 
     def _wait_for(self, entry: Owned) -> Waiter | None:
         """Done when the value is set; None if it is."""

@@ -57,6 +57,7 @@ from .by_name import Names
 from .devices import NO_MAP, StrictTargets, Targets, UnmappedDeviceError, check_all_here
 from .handles import Handle
 from .pickling_state import Outgoing
+from .torch_objects import takes_tensors_only
 from .values import Attach, Values, check_bare, reason_of
 
 Control = Begin | Done | End | Release | Hold | Drop | Return | Forget  # with no tensors in them, and nothing of users'
@@ -103,9 +104,12 @@ class Packed(Frames, eq=False):
 class Codec(Values):
     """One worker's codec. Any number of threads encode and decode at once."""
 
-    def __init__(self, worker_id: int, main: str, strict_devices: bool = False) -> None:
+    def __init__(
+        self, worker_id: int, main: str, strict_devices: bool = False, copies_parameters: bool = False
+    ) -> None:
         super().__init__(worker_id)
         self._strict = strict_devices
+        self._copies_parameters = copies_parameters
         self._main = main or None  # None: not known, and so no peer's
         self._names = Names()
         self.unanswered = self.definitions.unanswered  # not empty: tell `on_answer` of answers
@@ -136,6 +140,8 @@ class Codec(Values):
         message = Outgoing(peer.id, peer.main == self._main, [] if track else None, targets, connection)
         if plain:
             message.in_modules = set()
+        elif track and self._copies_parameters:
+            message.copies_parameters = type(body) is not Call or not takes_tensors_only(body.function)
         try:
             name, values, shape = b"", None, _FIELDS
             if type(body) is Call and (

@@ -35,6 +35,7 @@ class Outgoing(msgspec.Struct, eq=False):
     handles: list[Handle] | None = []  # None: it cannot carry any
     # The addresses of tensors in modules, which are not tracked outside of contexts; None in one.
     in_modules: set[int] | None = None
+    copies_parameters: bool = False  # parameters are not tracked either: they arrive as leaves
 
 
 class unpickling:

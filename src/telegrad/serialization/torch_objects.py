@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._torch import OpOverload, OpOverloadPacket, wrap_cpp_module
+from .._torch import OpOverload, OpOverloadPacket, find_builtin, wrap_cpp_module
 from .namespaces import MAIN, module_attribute
 
 _SCRIPTED = (torch.jit.ScriptFunction, torch.jit.ScriptModule, torch.ScriptMethod)
@@ -22,6 +22,11 @@ _NAMED_BY_TORCH = _SCRIPTED + _OPERATORS
 
 def is_named_by_torch(obj: Any) -> bool:
     return isinstance(obj, _NAMED_BY_TORCH)
+
+
+def takes_tensors_only(function: Any) -> bool:
+    """Whether torch's RPC calls it in C++, where a parameter is a tensor like any other."""
+    return isinstance(function, torch.jit.ScriptFunction) or find_builtin(function) is not None
 
 
 def reduce_named_by_torch(obj: Any, same_main: bool) -> Any:

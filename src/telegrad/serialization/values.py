@@ -176,7 +176,11 @@ class Values:
             message.handles.append(obj)
             return obj.rebuild, (obj.entry.id, obj.entry.owner)
         if message.tracked is not None and isinstance(obj, torch.Tensor) and obj.requires_grad:
-            if not message.in_modules or id(obj) not in message.in_modules:
+            if message.copies_parameters:
+                follows = not (obj.is_leaf and isinstance(obj, torch.nn.Parameter))
+            else:
+                follows = not message.in_modules or id(obj) not in message.in_modules
+            if follows:
                 return reduce_tracked(obj, message.tracked)
         elif message.in_modules is not None and isinstance(obj, torch.nn.Module):
             for part in obj.modules():  # not parameters(): a RemoteModule asks its worker for them
