@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -158,6 +159,31 @@ with telegrad.LocalCluster(["a", "b"]) as cluster:
     )
     assert process.stderr.count("Traceback") == 1, process.stderr
     assert "KeyboardInterrupt" in process.stderr
+
+
+def test_no_process_imports_from_the_current_directory(tmp_path):
+    """But what the driver's own path leads to is found by the workers, also beside the script."""
+    for name in ("telegrad", "msgspec", "torch", "importlib", "multiprocessing"):
+        (tmp_path / f"{name}.py").write_text("import os; os._exit(9)\n")
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "beside.py").write_text("VALUE = 7\n")
+    text = """
+        import telegrad
+
+        def look():
+            import os, sys, beside
+            return beside.VALUE, "" in sys.path or os.getcwd() in sys.path
+
+        with telegrad.LocalCluster(["a"]) as cluster:
+            print(cluster.call("a", look))
+    """
+    (folder / "script.py").write_text(textwrap.dedent(text))
+    done = subprocess.run(
+        [sys.executable, str(folder / "script.py")],
+        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr, done.returncode) == ("(7, False)\n", "", 0)
 
 
 def test_starting_with_threads_around(server):

@@ -67,6 +67,12 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     status: int
 
 
+def import_path() -> list[str]:
+    """Returns this process's sys.path, independent of the current directory."""
+    # '' is the current directory. What does not exist may be a name for an import hook, and stays as it is.
+    return [os.path.abspath(p) if os.path.exists(p or ".") else p for p in sys.path]
+
+
 class _Request:
     """A Spawn that was sent. Guarded by the ForkServer's lock."""
 
@@ -104,14 +110,14 @@ class ForkServer:
             "for module in sys.argv[3:]: importlib.import_module(module)\n"
             "from telegrad.cluster.forkserver import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
         )
-        path = os.pathsep.join(p for p in sys.path if p)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid()), *preload],
+                # -P: the current directory is on the server's path only if it is on the owner's.
+                [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(os.getpid()), *preload],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the owner, who ends the children in order
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(import_path())},
             )
         self._reader = threading.Thread(target=self._read, name="telegrad-forkserver", daemon=True)
         self._reader.start()

@@ -33,7 +33,7 @@ from ..rendezvous.address import serve_store
 from ..rendezvous.group import Group, poll_until
 from ..transport.inproc import Hub
 from ..worker import Worker
-from .forkserver import ForkServer, Job
+from .forkserver import ForkServer, Job, import_path
 
 
 class _Seat(msgspec.Struct, frozen=True):
@@ -184,8 +184,7 @@ class LocalCluster:
         self._worker = Worker.start(self._driver, group, self._options)
         self._at_end(self._worker.close, graceful=False)
         options = asdict(self._options)
-        path = [os.path.abspath(p) if p else os.getcwd() for p in sys.path]
-        seats = [_Seat(name, store.port, options, path, os.getcwd()) for name in self.names]
+        seats = [_Seat(name, store.port, options, import_path(), os.getcwd()) for name in self.names]
         child = "telegrad.cluster.local:run_child"
         jobs = [Job(seat.name, child, msgspec.msgpack.encode(seat)) for seat in seats]
         pids = server.spawn(jobs, max(0.0, deadline - clock.now()))
