@@ -60,7 +60,7 @@ class FakeTransport:
     def connect(self, address: str, hello: Hello, timeout: float) -> Connection:
         self.dialled.append(hello)
         found = self.dials.pop(0)(hello) if self.dials else None
-        return found or FakeConnection(Hello(GROUP, hello.to, f"w{hello.to}"))
+        return found or FakeConnection(Hello(GROUP, hello.to, self.names.get(hello.to, f"w{hello.to}")))
 
 
 class FakeGroup:
@@ -68,11 +68,13 @@ class FakeGroup:
 
     def __init__(self) -> None:
         self.members_by: dict[str | int, Member] = {}
+        self.names: dict[int, str] = {}  # that the workers themselves tell
         self.asked = 0
 
     def join(self, id: int, name: str = "") -> Member:
         member = Member(id, name or f"w{id}", (f"fake://{id}",), "here")
         self.members_by[id] = self.members_by[member.name] = member
+        self.names[id] = member.name
         return member
 
     def find(self, to: str | int, *_: object) -> Member | None:
@@ -89,6 +91,7 @@ class Fake:
     def __init__(self, id: int) -> None:
         self.id = id
         self.group, self.transport, self.adopted = FakeGroup(), FakeTransport(), []
+        self.transport.names = self.group.names
         options = Options(connect_timeout=PATIENCE)
         self.peers = Peers(
             Hello(GROUP, id, f"w{id}"), "here", self.group, [self.transport], options, self.adopted.append

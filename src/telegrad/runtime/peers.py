@@ -12,6 +12,10 @@ A worker that loses its connection with a peer drops all that it held for it: th
 peer's passes, the peer's credits, calls pending there.
 The peer may be alive and not know that. So the incarnation (the id) is dead to this worker from then on: its dials are
 refused with the reason, and calls to it fail at once. A worker that is started again has a new id.
+
+# Note [names in the store]
+Others may write to the store. So a peer has a connection only if the name that its own Hello gives is the name of its
+entry in the store; addresses, too, come from there, and `greet` compares the id.
 """
 
 from __future__ import annotations
@@ -24,13 +28,21 @@ from dataclasses import dataclass
 import msgspec
 from torch import Tensor
 
-from ..errors import AddressError, ConnectError, NoRouteError, PeerLostError, UnknownWorkerError, VersionError
+from ..errors import (
+    AddressError,
+    ConnectError,
+    NoRouteError,
+    PeerLostError,
+    RendezvousError,
+    UnknownWorkerError,
+    VersionError,
+)
 from ..events import logger
 from ..messages import MAX_WORKER_ID, PROBE_ID, WORKER_BITS, Hello, Member, WorkerInfo
 from ..options import Options
 from ..primitives import clock
 from ..primitives.waiter import Waiter
-from ..rendezvous.group import Group
+from ..rendezvous.group import Group, check_same_name
 from ..transport.base import Connection, CrossingError, Listener, Transport
 from .flow_control import Window
 from .routes import addresses_to_dial, why_none
@@ -142,7 +154,7 @@ class Peers:
                 self._connections.add(connection)
                 if hello.id >= 0:
                     self._live[hello.id] = connection
-                    if (peer := self.known_peers.get(hello.id)) is not None:
+                    if (peer := self.known_peers.get(hello.id)) is not None and peer.member.name == hello.name:
                         peer.connection = connection
             self._notify()
         if not welcome:
@@ -205,7 +217,11 @@ class Peers:
         with self._lock:
             peer = self.known_peers.get(member.id)
             if peer is None:
-                peer = Peer(member, Window(self._options.peer_byte_limit), self._live.get(member.id))
+                connection = self._live.get(member.id)
+                if connection is not None:
+                    check_same_name(member, connection.peer.name)
+                peer = Peer(member, Window(self._options.peer_byte_limit), connection)
+            check_same_name(member, peer.member.name)
             if self.is_lost(member.id):
                 return peer  # and nothing is kept of it
             self.known_peers[member.id] = peer
@@ -222,7 +238,7 @@ class Peers:
 
         Raises:
             UnknownWorkerError: there is none of that name.
-            RendezvousError: the store does not answer in time.
+            RendezvousError: the store does not answer in time, or has another name for the worker than itself.
             PeerLostError: it cannot be reached any more.
             VersionError: it speaks another wire version.
         """
@@ -250,6 +266,7 @@ class Peers:
         """The connection with a peer, made if there is none yet.
 
         Raises:
+            RendezvousError: the store has another name for the worker than itself.
             PeerLostError: it cannot be reached any more.
             VersionError: it speaks another wire version.
         """
@@ -265,6 +282,7 @@ class Peers:
                 try:
                     connection = self._dial(member, self._hello, max(0.0, deadline - clock.now()))
                     self._adopt(connection)
+                    check_same_name(member, connection.peer.name)
                 except CrossingError:
                     if clock.now() >= deadline:
                         raise
@@ -277,6 +295,9 @@ class Peers:
                     self._await_other_dial(member.id, min(pause, deadline - clock.now()))
                     pause = min(2 * pause, _LONGEST_PAUSE)
             return connection
+        except RendezvousError:
+            self._forget(peer)
+            raise
         except ConnectError as error:
             self._forget(peer)
             lost = PeerLostError(
@@ -292,6 +313,7 @@ class Peers:
         while True:
             with self._lock:
                 if (connection := self._live.get(id)) is not None:
+                    check_same_name(peer.member, connection.peer.name)
                     peer.connection = connection
                     return connection
                 if self.is_lost(id):
