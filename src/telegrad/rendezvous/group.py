@@ -67,6 +67,7 @@ class Group:
         self._file: str = getattr(store, "path", "")  # of a FileStore, which the last worker to leave removes
         self._is_counted = False  # in "present"
         self._published = b""  # this worker's entry
+        self.dead: set[int] = set()  # ranks of which this worker has found, at its end, that they have died
         try:
             self.name = self._agree()
         except BaseException:
@@ -295,6 +296,12 @@ class Group:
             return self._member(to, until)
         id = self._get(f"name/{to}", until)
         return self._named(to, id, until) if id else None
+
+    def of_rank(self, rank: int, timeout: float | None = None) -> Member | None:
+        """The newest member of that rank; None for one that has not joined yet, or has left."""
+        until = self._until(timeout)
+        id = self._get(f"rank/{rank}", until)
+        return None if id is None else self._member(self._number(f"rank/{rank}", id), until)
 
     def members(self, timeout: float | None = None) -> list[Member]:
         """All members, by id."""

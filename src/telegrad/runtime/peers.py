@@ -295,11 +295,10 @@ class Peers:
                     self._await_other_dial(member.id, min(pause, deadline - clock.now()))
                     pause = min(2 * pause, _LONGEST_PAUSE)
             return connection
-        except RendezvousError:
+        except (ConnectError, RendezvousError) as error:
             self._forget(peer)
-            raise
-        except ConnectError as error:
-            self._forget(peer)
+            if isinstance(error, RendezvousError):
+                raise
             lost = PeerLostError(
                 f"worker {member.name!r} (id {member.id}) cannot be reached: {error}; "
                 "it has ended, or this machine cannot connect to it"
@@ -352,6 +351,7 @@ class Peers:
     def _dial(self, member: Member, hello: Hello, timeout: float) -> Connection:
         to_it = msgspec.structs.replace(hello, to=member.id)
         errors: list[str] = []
+        slow: BaseException | None = None
         for address in addresses_to_dial(member, self._host, self._transports):
             try:
                 return self._transports[address.partition(":")[0]].connect(address, to_it, timeout)
@@ -359,19 +359,20 @@ class Peers:
                 raise
             except (ConnectError, AddressError) as error:  # the store may hold what is no address
                 errors.append(str(error))
+                slow = error.__cause__ if isinstance(error.__cause__, TimeoutError | BlockingIOError) else slow
         if not errors:
             raise NoRouteError(why_none(member, self._host, self._transports))
-        raise ConnectError("; ".join(errors))
+        raise ConnectError("; ".join(errors)) from slow
 
-    def is_alive(self, member: Member) -> bool:
+    def is_alive(self, member: Member, timeout: float | None = None, *, if_silent: bool = False) -> bool:
         """Whether a worker answers at its addresses. One that cannot be asked is taken to live."""
         probe = Hello(self._hello.group, PROBE_ID, self._hello.name)
         try:
-            self._dial(member, probe, self._options.connect_timeout).dispose()
+            self._dial(member, probe, self._options.connect_timeout if timeout is None else timeout).dispose()
         except (VersionError, NoRouteError):
             return True
-        except ConnectError:
-            return False
+        except ConnectError as error:
+            return if_silent and error.__cause__ is not None
         return True
 
     # -- losing them -----------------------------------------------------------------------------------
