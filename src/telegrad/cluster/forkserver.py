@@ -139,7 +139,13 @@ class ForkServer:
             )
 
     def new_path(self) -> str:
-        """Returns a path for a new file, which no other user can reach and which ends with the server."""
+        """Returns a path for a new file, which no other user can reach and which ends with the server.
+
+        Raises:
+            ClusterError: the server has ended.
+        """
+        if self._gone:
+            raise ClusterError("the process that forks workers has ended; start another ForkServer")
         return f"{self.directory}/{next(self._numbers)}"
 
     def spawn(self, jobs: list[Job], timeout: float) -> list[int]:

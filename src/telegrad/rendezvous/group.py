@@ -38,7 +38,7 @@ from ..primitives import clock
 from ..primitives.interrupts import interruptible
 from ..primitives.text import check_name, clean
 from .address import first_line
-from .store import Deadline, StoreClient
+from .store import Deadline, StoreClient, no_answer
 
 Value = TypeVar("Value")
 
@@ -103,13 +103,13 @@ class Group:
 
     def _ask(self, until: Deadline, method: str, *args: Any) -> Any:
         if self._file and not os.path.exists(self._file):  # torch would make it anew
-            raise RendezvousError(f"the file {self._file!r}, where the group has met, is gone; has the group ended?")
+            raise no_answer(f"the file {self._file!r}, where the group has met, is gone; has the group ended?")
         try:
             return self._client.ask(lambda store: getattr(store, method)(*args), until)
         except RendezvousError:
             raise
         except Exception as error:
-            raise RendezvousError(
+            raise no_answer(
                 f"the group's store does not answer: {first_line(error)}; has the process that serves it ended? "
                 f"(the request: {method} {clean(str(args[0]))})"
             ) from None  # its text has pages of C++ frames, which a traceback would show
@@ -258,8 +258,13 @@ class Group:
         self._client.close()
 
     def _count_out(self, until: Deadline) -> None:
+        if self._add("present", -1, until):
+            return
+        ranks = range(self.world_size or 0)  # those that are yet to come must find why the others have left
+        if any(self._get(f"rank/{rank}", until) is None for rank in ranks):
+            return
         end = f"{_ENDED} {uuid.uuid4().hex}"
-        if not self._add("present", -1, until) and self._compare_set("present", "0", end, until) == end:
+        if self._compare_set("present", "0", end, until) == end:
             os.unlink(self._file)  # whoever opens it until here finds that the group has ended
 
     # -- looking ---------------------------------------------------------------------------------------
@@ -373,7 +378,7 @@ class Group:
 
 
 def check_same_name(member: Member, name: str) -> None:
-    """Compares a member's entry in the store with the name that the worker with that id gives itself.
+    """Compares a member's entry in the store, to which others may write, with the name in the Hello of its worker.
 
     Raises:
         RendezvousError: they differ.

@@ -3,19 +3,15 @@
 # Note [one connection per pair]
 Two workers share one connection, which carries the messages of both: a message never overtakes another one. The
 handshake decides. Per peer there is at most one of: a dial of this worker's, an answer to a dial of the peer's, a live
-connection; all under `Peers._lock`. When two workers dial each other at once, the dial of the lower id stays. The
-lower one refuses the other dial (CrossingError), whose dialler waits for the connection that is coming.
-It also dials again now and then: the peer may have given its own dial up, or have died.
+connection; all under `Peers._lock`. When two workers dial each other at once, the dial of the lower id stays. The lower
+one refuses the other dial (CrossingError), whose dialler waits for the connection that is coming. It also dials again
+now and then: the peer may have given its own dial up, or have died.
 
 # Note [fencing]
 A worker that loses its connection with a peer drops all that it held for it: the peer's contexts, its parts in the
-peer's passes, the peer's credits, calls pending there.
-The peer may be alive and not know that. So the incarnation (the id) is dead to this worker from then on: its dials are
-refused with the reason, and calls to it fail at once. A worker that is started again has a new id.
-
-# Note [names in the store]
-Others may write to the store. So a peer has a connection only if the name that its own Hello gives is the name of its
-entry in the store; addresses, too, come from there, and `greet` compares the id.
+peer's passes, the peer's credits, calls pending there. The peer may be alive and not know that. So the incarnation (the
+id) is dead to this worker from then on: its dials are refused with the reason, and calls to it fail at once. A worker
+that is started again has a new id.
 """
 
 from __future__ import annotations
@@ -25,11 +21,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 from torch import Tensor
 
 from ..errors import (
-    AddressError,
     ConnectError,
     NoRouteError,
     PeerLostError,
@@ -45,7 +39,7 @@ from ..primitives.waiter import Waiter
 from ..rendezvous.group import Group, check_same_name
 from ..transport.base import Connection, CrossingError, Listener, Transport
 from .flow_control import Window
-from .routes import addresses_to_dial, why_none
+from .routes import dial
 
 _GONE_NAMES = 1000  # of workers that are gone, kept for texts
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two dials of a worker whose own dial is coming
@@ -176,6 +170,7 @@ class Peers:
         Raises:
             UnknownWorkerError: there is none in the group.
             RendezvousError: the store does not answer in time.
+            PeerLostError: nor does it, and this worker has lost its connection with the peer.
         """
         if not isinstance(to, str | int):  # a WorkerInfo, ours or torch's
             if not hasattr(to, "id"):
@@ -184,7 +179,14 @@ class Peers:
         peer = self.known_peers.get(to)
         if peer is not None and (peer.connection is not None or not isinstance(to, str)):
             return peer
-        member = self._group.find(to, timeout)
+        try:
+            member = self._group.find(to, timeout)
+        except RendezvousError as error:
+            with self._lock:
+                gone = [id for id, name in self._gone.items() if to in (id, name)]
+            if error.no_answer and gone:
+                raise self._lost(gone[-1]) from error  # of the worker, which may have served the store
+            raise
         if member is None:
             known = sorted(m.name for m in self._group.members(timeout))
             raise UnknownWorkerError(
@@ -349,20 +351,7 @@ class Peers:
             changed.set_done()
 
     def _dial(self, member: Member, hello: Hello, timeout: float) -> Connection:
-        to_it = msgspec.structs.replace(hello, to=member.id)
-        errors: list[str] = []
-        slow: BaseException | None = None
-        for address in addresses_to_dial(member, self._host, self._transports):
-            try:
-                return self._transports[address.partition(":")[0]].connect(address, to_it, timeout)
-            except (VersionError, CrossingError, NoRouteError):
-                raise
-            except (ConnectError, AddressError) as error:  # the store may hold what is no address
-                errors.append(str(error))
-                slow = error.__cause__ if isinstance(error.__cause__, TimeoutError | BlockingIOError) else slow
-        if not errors:
-            raise NoRouteError(why_none(member, self._host, self._transports))
-        raise ConnectError("; ".join(errors)) from slow
+        return dial(member, hello, self._host, self._transports, timeout)
 
     def is_alive(self, member: Member, timeout: float | None = None, *, if_silent: bool = False) -> bool:
         """Whether a worker answers at its addresses. One that cannot be asked is taken to live."""

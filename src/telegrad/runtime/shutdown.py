@@ -78,6 +78,19 @@ def _tear_down(worker: Worker) -> None:
 
 def retire(worker: Worker, timeout: float | None) -> None:
     """Waits until this worker may go: see Worker.retire()."""
+    try:
+        _retire(worker, timeout)
+    except RendezvousError as error:
+        lost = [rank for rank in range(worker.group.world_size or 0) if worker._peers.is_lost(rank)]
+        if not error.no_answer or not lost:
+            raise
+        known = ", ".join(f"worker {worker._peers.name_of(rank)!r} (rank {rank})" for rank in lost)
+        raise RendezvousError(
+            f"{known} is gone, and so is the group's store, without which the others cannot be waited for: {error}"
+        ) from error
+
+
+def _retire(worker: Worker, timeout: float | None) -> None:
     if worker._ended_together:
         return
     limit = (worker.options.shutdown_timeout if timeout is None else timeout) or None
