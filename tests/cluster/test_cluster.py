@@ -319,3 +319,54 @@ def test_a_fork_that_leaves_the_with_block_leaves_the_cluster_alone():
         assert rpc.rpc_sync("a", abs, args=(-1,)) == 1
         with telegrad.LocalCluster(["b"], server=cluster._server, driver="other") as second:
             assert second.call("b", abs, -2) == 2
+
+
+def fork_and(ending: str) -> tuple[int, str]:
+    """Forks, and tells the exit code of the child, and what it has written to stderr."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write)
+        with open(read) as shown:
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.read()
+    os.dup2(write, 2)
+    if ending == "raises":
+        raise ValueError("in the child")
+    if ending == "exits":
+        sys.exit(5)
+    if ending == "exits with a text":
+        sys.exit("that is all")
+    return -1, ""
+
+
+def scaled_with_hook(x: torch.Tensor, ending: str) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(lambda _: FORKED.append(fork_and(ending)))
+    return y
+
+
+FORKED: list[tuple[int, str]] = []
+
+
+def forked() -> tuple[int, str]:
+    return FORKED.pop()
+
+
+@pytest.mark.parametrize(("ending", "code"), [("exits", 5), ("exits with a text", 1), ("raises", 1), ("returns", 0)])
+def test_a_fork_of_a_worker_does_not_go_on_serving(server, ending, code):
+    """The child ends where it leaves the user's function or hook: it answers nothing and runs no other call."""
+    with telegrad.LocalCluster(["a", "b"], server=server, options=telegrad.Options(rpc_timeout=PATIENCE)) as cluster:
+        texts = {"exits with a text": "that is all\n", "raises": "ValueError: in the child\n"}
+        for ended, shown in (
+            cluster.call("a", fork_and, ending),
+            cluster.call("a", rpc.rpc_sync, "b", fork_and, (ending,)),
+        ):
+            assert ended == code
+            assert shown.endswith(texts.get(ending, "")) and bool(shown) == (ending in texts)
+        x = torch.ones(1, requires_grad=True)
+        cluster.call("a", scaled_with_hook, x, ending).sum().backward()
+        if ending != "returns":  # else torch's engine goes on in the child, to where it would send something
+            ended, shown = cluster.call("a", forked)
+            assert ended == code and shown.endswith(texts.get(ending, ""))
+        assert x.grad == 2
+        assert [cluster.call(name, abs, -1) for name in "ab"] == [1, 1]

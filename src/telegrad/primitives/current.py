@@ -58,6 +58,8 @@ engine_pass: Callable[[], EnginePass | None] = _no_pass
 class _Thread(threading.local):
     critical = 0  # above zero: this thread runs telegrad's own code. See interrupts.py
     blocking = False  # in a critical section: an interrupt may come all the same
+    is_workers = False  # a worker has started it
+    is_orphan = False  # that worker is the parent's, of which this process is a fork: see forks.py
     relieve: Callable[[], None] | None = None  # ends this thread's Turn with the read lease; None: it has none
 
     def __init__(self) -> None:

@@ -7,12 +7,15 @@ sleep. The number of threads follows the need; those with nothing to do end afte
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
 from ..events import logger
 from ..primitives import clock, current
+from ..primitives.forks import leave_if_orphan
 from ..transport.poller import Poller
 
 Task = Callable[[], None]
@@ -34,6 +37,7 @@ class Threads:
         self._threads: set[threading.Thread] = set()
         self._starved = False  # the last thread that was to start could not
         self._closed = False
+        _all.add(self)
 
     def start(self) -> None:
         """Starts the first thread: a message from outside finds it waiting."""
@@ -89,6 +93,7 @@ class Threads:
 
     def _run(self) -> None:
         current.thread.critical = 1  # but for users' code, see interrupts.py
+        current.thread.is_workers = True
         try:
             self._on_start()
             while (found := self._wait()) is not None:
@@ -97,10 +102,12 @@ class Threads:
                     del task  # what it holds must not live until the next one comes
                 found = None
         except BaseException:  # tasks raise nothing; it came while the thread waited for one, and counted as idle
+            leave_if_orphan()
             with self._lock:
                 self._idle -= 1
             logger.exception("a thread of worker %r has ended", self._name)
         finally:
+            leave_if_orphan()
             with self._lock:
                 self._threads.discard(threading.current_thread())
             self._poller.wake()  # on closing, each thread that ends lets the next one go
@@ -144,7 +151,8 @@ class Threads:
     def _attempt(self, task: Task) -> None:
         try:
             task()
-        except BaseException:  # also a SystemExit: the thread is the worker's
+        except BaseException as error:  # also a SystemExit: the thread is the worker's
+            leave_if_orphan(error)
             logger.exception("a task of worker %r failed", self._name)
         finally:
             with self._lock:
@@ -169,3 +177,20 @@ class Threads:
             thread.join(max(0.0, deadline - clock.now()))
         self._run_rest()
         return not any(t.is_alive() for t in threads)
+
+    def abandon(self) -> None:
+        """In a fork: the only thread that may be there, the one that has forked, runs no other task."""
+        self._lock = threading.Lock()
+        self._closed = True
+        self._tasks.clear()
+
+
+_all: weakref.WeakSet[Threads] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for threads in list(_all):
+        threads.abandon()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -308,6 +308,8 @@ class ReadLease:
         """In a fork of the process: lets go of the copies of descriptors. The epoll itself is the parent's."""
         self._lock = threading.Lock()
         self._unread.clear()
+        if self.turn is not None:
+            self.turn.abandon()
         if not self._closed:
             self._closed = True
             self._inner.close()
@@ -378,6 +380,11 @@ class Turn:
             except IndexError:
                 return
             self._hand_on(message)
+
+    def abandon(self) -> None:
+        """In a fork: neither the lease nor the messages are this thread's any more."""
+        self._away.clear()
+        self.waiting.clear()
 
     def end(self) -> None:
         """Ends the turn, and releases the lease if the thread still has it."""
