@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import fcntl
 import gc
 import os
 import shutil
@@ -67,7 +68,23 @@ def shared_memory_now() -> set[str]:
 
 
 def files_now() -> set[str]:
-    return {str(p) for p in Path(os.environ.get("TMPDIR", "/tmp")).glob("telegrad-*")}
+    found = Path(os.environ.get("TMPDIR", "/tmp")).glob("telegrad-*")
+    return {str(path) for path in found if not is_locked(path)}
+
+
+def is_locked(path: Path) -> bool:
+    """Whether this is the directory of a fork server that runs: it may be another test run's."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def settled(before: object, look: object, *, within: float = 3.0) -> set:

@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import subprocess
 import sys
+import textwrap
 import threading
 import types
 import weakref
@@ -661,7 +662,7 @@ def test_the_python_object_of_a_function_lives_as_long_as_its_node() -> None:
 def test_each_line_has_a_fact() -> None:
     names = {name for name in vars(_torch) if not name.startswith("_")} - {"torch", "annotations", "cast", "Any"}
     of_cuda = {"cuda_device", "cuda_raw_stream"}  # tests/cuda/test_cuda_facts.py
-    assert names - {"partial"} - of_cuda == _covered
+    assert names - {"partial", "ctypes", "os"} - of_cuda == _covered
 
 
 def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -738,3 +739,28 @@ def test_all_hooks_of_a_node_are_in_one_dictionary_which_its_handles_know():
         third = register(lambda *gradients: None)
         assert len(third.hooks_dict_ref()) == 1
         third.remove()
+
+
+@fact_of("c10", "cpp_log_level")
+def test_the_level_of_messages_silences_a_store_whose_process_died():
+    script = """
+        import os, signal, sys, time, torch
+        from telegrad import _torch
+        from torch.distributed import TCPStore
+        server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        client = TCPStore("127.0.0.1", server.port, None, False)
+        _torch.cpp_log_level.value = int(sys.argv[1])
+        del server
+        try:
+            client.add("key", 1)
+        except torch.distributed.DistNetworkError as error:
+            print(str(error).count("\\n"))
+    """
+    shown = []
+    for level in ("1", "2"):
+        command = [sys.executable, "-c", textwrap.dedent(script), level]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "0\n"
+        shown.append(done.stderr)
+    assert "TCPStore.cpp" in shown[0] and not shown[1]

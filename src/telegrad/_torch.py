@@ -6,6 +6,8 @@ torch that changes one of them shows there first.
 
 from __future__ import annotations
 
+import ctypes
+import os
 from functools import partial
 from typing import Any, cast
 
@@ -66,6 +68,10 @@ prepare_newer_profile = torch.autograd.profiler.profile._prepare_trace
 start_newer_profile = torch.autograd.profiler.profile._start_trace
 is_newer_profiler_on = partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 parse_legacy_records = cast(Any, torch.autograd.profiler_legacy)._parse_legacy_records
+
+# stores: their least severity of messages on stderr that is shown (0 info, 1 warnings, 2 errors), of the whole process
+c10 = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+cpp_log_level = ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level") if hasattr(c10, "FLAGS_caffe2_log_level") else None
 
 # devices; a torch without CUDA has not got them
 cuda_device: Any = getattr(_C, "_cuda_getDevice", None)

@@ -71,7 +71,7 @@ class NameTakenError(TelegradError):
 
 
 class RendezvousError(TelegradError):
-    pass
+    no_answer = False  # whether the store itself has failed
 
 
 class ClusterError(TelegradError):

@@ -20,7 +20,22 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from .primitives.text import clean_lines
+
 logger = logging.getLogger("telegrad")
+
+
+def _clean(record: logging.LogRecord) -> bool:
+    """Filters no record, but makes it harmless for terminals: it may have texts of other workers."""
+    text = record.getMessage()
+    if (harmless := clean_lines(text)) != text:
+        record.msg, record.args = harmless, ()
+    if record.exc_info and not record.exc_text:  # which formatters take for the traceback
+        record.exc_text = clean_lines(logging.Formatter().formatException(record.exc_info))
+    return True
+
+
+logger.addFilter(_clean)
 
 
 def log_by(submit: Callable[[Callable[[], None]], object], level: int, text: str, *args: object) -> None:

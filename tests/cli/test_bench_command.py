@@ -36,8 +36,11 @@ if __name__ == "__main__":
 def test_the_comparison_with_torch(tmp_path):
     script = tmp_path / "few.py"
     script.write_text(FEW)
+    folder = tmp_path / "elsewhere"  # no process imports anything from the current directory
+    folder.mkdir()
+    (folder / "multiprocessing.py").write_text("raise SystemExit(9)")
     command = [sys.executable, str(script), "bench", "--short"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     for title in ("empty call", "echo of 64 bytes", "echo of 1 MiB", "call and backward"):

@@ -18,7 +18,7 @@ import telegrad
 from telegrad import autograd, errors, rpc
 from telegrad.cli.observer import Look, Observer, Report, Seen
 from telegrad.primitives.current import current_worker
-from telegrad.rendezvous.address import connect_store, serve_store
+from telegrad.rendezvous.address import open_store, serve_store
 from telegrad.rendezvous.group import Group
 from telegrad.runtime import shutdown
 from telegrad.worker import Worker
@@ -123,17 +123,12 @@ def test_the_next_worker_gets_the_id_that_it_would_have_had(open_cluster):
     for _ in range(3):
         with Observer(open_cluster.address) as observer:
             observer.look()
-    store = connect_store(*_place(open_cluster), 5.0)
+    store, *_ = open_store(open_cluster.address, -1, None, 5.0)
     worker = Worker.start("late", Group(store, None, 5.0), QUICK)
     try:
         assert worker.id == 3
     finally:
         worker.close(graceful=False)
-
-
-def _place(cluster: telegrad.LocalCluster) -> tuple[str, int]:
-    host, _, port = cluster.address.partition(":")
-    return host, int(port)
 
 
 def test_an_observer_that_goes_is_no_loss(open_cluster):

@@ -128,6 +128,20 @@ def test_a_module_is_run(tmp_path, program):
     assert done.stdout == "[rank 0] __main__ ['a']\n"
 
 
+def test_torchrun_imports_nothing_from_the_current_directory(tmp_path, program):
+    """And the program has its own folder on its path, as with python alone."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    for name in ("torch", "msgspec", "typer", "logging", "encodings"):
+        (folder / f"{name}.py").write_text("import os; os._exit(9)\n")
+    command = [str(Path(sys.executable).with_name("telegrad")), "run", "-q", "-n", "1"]
+    script = program("print(sys.path[0] == str(here), sys.flags.safe_path)")
+    done = subprocess.run(
+        [*command, script], capture_output=True, text=True, timeout=PATIENCE, cwd=folder, check=False
+    )  # fmt: skip
+    assert (done.stdout, done.stderr, done.returncode) == ("[rank 0] True False\n", "", 0)
+
+
 def test_one_failure_ends_all_and_its_traceback_is_last(tmp_path, program):
     done = run(
         "-n", "3", "--grace", "600",

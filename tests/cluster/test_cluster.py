@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -160,6 +161,31 @@ with telegrad.LocalCluster(["a", "b"]) as cluster:
     assert "KeyboardInterrupt" in process.stderr
 
 
+def test_no_process_imports_from_the_current_directory(tmp_path):
+    """But what the driver's own path leads to is found by the workers, also beside the script."""
+    for name in ("telegrad", "msgspec", "torch", "importlib", "multiprocessing"):
+        (tmp_path / f"{name}.py").write_text("import os; os._exit(9)\n")
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "beside.py").write_text("VALUE = 7\n")
+    text = """
+        import telegrad
+
+        def look():
+            import os, sys, beside
+            return beside.VALUE, "" in sys.path or os.getcwd() in sys.path
+
+        with telegrad.LocalCluster(["a"]) as cluster:
+            print(cluster.call("a", look))
+    """
+    (folder / "script.py").write_text(textwrap.dedent(text))
+    done = subprocess.run(
+        [sys.executable, str(folder / "script.py")],
+        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr, done.returncode) == ("(7, False)\n", "", 0)
+
+
 def test_starting_with_threads_around(server):
     stop = threading.Event()
     threads = [threading.Thread(target=stop.wait, args=(PATIENCE,)) for _ in range(10)]
@@ -293,3 +319,54 @@ def test_a_fork_that_leaves_the_with_block_leaves_the_cluster_alone():
         assert rpc.rpc_sync("a", abs, args=(-1,)) == 1
         with telegrad.LocalCluster(["b"], server=cluster._server, driver="other") as second:
             assert second.call("b", abs, -2) == 2
+
+
+def fork_and(ending: str) -> tuple[int, str]:
+    """Forks, and tells the exit code of the child, and what it has written to stderr."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(write)
+        with open(read) as shown:
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.read()
+    os.dup2(write, 2)
+    if ending == "raises":
+        raise ValueError("in the child")
+    if ending == "exits":
+        sys.exit(5)
+    if ending == "exits with a text":
+        sys.exit("that is all")
+    return -1, ""
+
+
+def scaled_with_hook(x: torch.Tensor, ending: str) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(lambda _: FORKED.append(fork_and(ending)))
+    return y
+
+
+FORKED: list[tuple[int, str]] = []
+
+
+def forked() -> tuple[int, str]:
+    return FORKED.pop()
+
+
+@pytest.mark.parametrize(("ending", "code"), [("exits", 5), ("exits with a text", 1), ("raises", 1), ("returns", 0)])
+def test_a_fork_of_a_worker_does_not_go_on_serving(server, ending, code):
+    """The child ends where it leaves the user's function or hook: it answers nothing and runs no other call."""
+    with telegrad.LocalCluster(["a", "b"], server=server, options=telegrad.Options(rpc_timeout=PATIENCE)) as cluster:
+        texts = {"exits with a text": "that is all\n", "raises": "ValueError: in the child\n"}
+        for ended, shown in (
+            cluster.call("a", fork_and, ending),
+            cluster.call("a", rpc.rpc_sync, "b", fork_and, (ending,)),
+        ):
+            assert ended == code
+            assert shown.endswith(texts.get(ending, "")) and bool(shown) == (ending in texts)
+        x = torch.ones(1, requires_grad=True)
+        cluster.call("a", scaled_with_hook, x, ending).sum().backward()
+        if ending != "returns":  # else torch's engine goes on in the child, to where it would send something
+            ended, shown = cluster.call("a", forked)
+            assert ended == code and shown.endswith(texts.get(ending, ""))
+        assert x.grad == 2
+        assert [cluster.call(name, abs, -1) for name in "ab"] == [1, 1]

@@ -12,6 +12,7 @@ import telegrad
 from telegrad import rpc
 from telegrad.cli import output, trace
 from telegrad.cli.views import GONE, SILENT, Row, View, table
+from telegrad.events import logger
 from telegrad.primitives.text import LONGEST_NAME, check_name, clean, clean_lines
 from telegrad.profiler.averages import function_events
 from telegrad.profiler.critical_path import Link
@@ -97,3 +98,12 @@ def test_an_error_of_a_command_is_text(capsys):
     with pytest.raises(Exit):
         output.stop("top", EVIL)
     assert "\x1b]" not in capsys.readouterr().err
+
+
+def test_the_log_is_harmless_for_terminals(caplog):
+    try:
+        raise ValueError("of a stranger \x1b]0;title\x07")
+    except ValueError:
+        logger.exception("from %s", "another \x1b[31m worker")
+    assert "\x1b" not in caplog.text
+    assert "another \\x1b[31m worker" in caplog.text and "of a stranger \\x1b]0;title" in caplog.text

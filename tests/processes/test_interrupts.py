@@ -224,15 +224,14 @@ def test_the_handler_is_restored():
 
 def test_a_start_that_fails_gives_everything_back(server):
     with telegrad.LocalCluster(["a"], server=server) as cluster:
-        host, _, port = cluster.address.partition(":")
         users = set(interrupts._users)
         with pytest.raises(errors.NameTakenError):
-            rpc.Worker.start("a", _group(host, int(port)))
+            rpc.Worker.start("a", _group(cluster.address))
         assert interrupts._users == users
 
 
-def _group(host: str, port: int) -> Any:
-    from telegrad.rendezvous.address import connect_store
+def _group(address: str) -> Any:
+    from telegrad.rendezvous.address import open_store
     from telegrad.rendezvous.group import Group
 
-    return Group(connect_store(host, port, PATIENCE), None, PATIENCE)
+    return Group(open_store(address, -1, None, PATIENCE)[0], None, PATIENCE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -59,11 +60,11 @@ def unix_listeners() -> int:
     return sum(int(line.split()[3], 16) & ACCEPTS != 0 and line.split()[6] in own for line in lines)
 
 
-def test_a_cluster_opens_no_tcp_port_but_the_store(server):
+def test_a_cluster_opens_no_tcp_port(server):
     before = tcp_ports()
     with telegrad.LocalCluster(["a"], server=server) as cluster:
-        store = int(cluster.address.rpartition(":")[2])
-        assert tcp_ports() - before == {store}
+        assert tcp_ports() == before
+        assert stat.S_IMODE(os.stat(os.path.dirname(cluster.address.removeprefix("file://"))).st_mode) == 0o700
         assert cluster.call("a", tcp_ports) == set()
         assert cluster.call("a", unix_listeners) == 1
         assert {a.partition(":")[0] for m in cluster.worker.group.members() for a in m.addresses} == {"unix"}
@@ -72,7 +73,7 @@ def test_a_cluster_opens_no_tcp_port_but_the_store(server):
 def test_a_cluster_over_tcp_opens_one_port_for_each_worker(server):
     before = tcp_ports()
     with telegrad.LocalCluster(["a"], transport="tcp", server=server) as cluster:
-        assert len(tcp_ports() - before) == 2, "the worker's own, and the store's"
+        assert len(tcp_ports() - before) == 1, "the worker's own; the group meets in a file"
         assert len(cluster.call("a", tcp_ports)) == 1
         assert cluster.call("a", unix_listeners) == 0
 

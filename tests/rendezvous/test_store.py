@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 import weakref
@@ -242,3 +246,45 @@ def test_a_look_for_a_worker_that_has_left_waits_for_no_key(store):
     other = Group(store, None, 5.0)
     group.leave(member, tell=True)
     assert other.find("w") is other.find(0) is None
+
+
+def test_a_store_whose_process_died_is_named_in_one_line_and_a_lost_peer_comes_first(tmp_path):
+    """The rank that serves the store is killed. torch's own messages about that would fill the terminal."""
+    script = """
+        import os, signal, sys, telegrad
+        from telegrad import errors, rpc
+        options = telegrad.Options(rpc_timeout=20, shutdown_timeout=20)
+        rank = int(os.environ["RANK"])
+        rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, options=options)
+        if rank == 0:
+            rpc.shutdown()
+        pid = rpc.rpc_sync("w0", os.getpid)
+        try:
+            rpc.rpc_sync("w0", os.kill, args=(pid, signal.SIGKILL))
+        except errors.PeerLostError:
+            pass
+        for what in (
+            lambda: rpc.rpc_sync("w0", abs, args=(1,)), lambda: rpc.get_worker_info("w0"),
+            lambda: rpc.rpc_sync("nobody", abs, args=(1,)), rpc.shutdown,
+        ):
+            try:
+                what()
+            except errors.TelegradError as error:
+                print(type(error).__name__, str(error).count("\\n"), str(error)[:26])
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    first = subprocess.Popen(command, env={**env, "RANK": "0"})
+    second = subprocess.run(
+        command, env={**env, "RANK": "1"}, capture_output=True, text=True, timeout=2 * PATIENCE, check=False
+    )
+    assert first.wait(PATIENCE) == -9
+    assert second.stderr == ""
+    assert second.stdout.splitlines() == [
+        "PeerLostError 0 worker 'w0' (id 0) is gone",
+        "PeerLostError 0 worker 'w0' (id 0) is gone",
+        "RendezvousError 0 the group's store does not",
+        "RendezvousError 0 worker 'w0' (rank 0) is go",
+    ]

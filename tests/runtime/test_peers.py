@@ -3,6 +3,7 @@ decide what each dial meets, and when."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +16,11 @@ from torch.distributed import HashStore
 from telegrad import errors
 from telegrad.messages import MAX_WORKER_ID, MIN_OBSERVER_ID, PROBE_ID, Hello, Member
 from telegrad.options import Options
-from telegrad.rendezvous.group import Group
+from telegrad.rendezvous.group import Group, this_host
 from telegrad.runtime.peers import Peers
 from telegrad.transport.base import Connection, CrossingError, Frames
 from telegrad.transport.inproc import Hub
+from telegrad.transport.unix import bind_unseen
 from telegrad.worker import Worker
 
 PATIENCE = 20.0
@@ -60,7 +62,7 @@ class FakeTransport:
     def connect(self, address: str, hello: Hello, timeout: float) -> Connection:
         self.dialled.append(hello)
         found = self.dials.pop(0)(hello) if self.dials else None
-        return found or FakeConnection(Hello(GROUP, hello.to, f"w{hello.to}"))
+        return found or FakeConnection(Hello(GROUP, hello.to, self.names.get(hello.to, f"w{hello.to}")))
 
 
 class FakeGroup:
@@ -68,11 +70,13 @@ class FakeGroup:
 
     def __init__(self) -> None:
         self.members_by: dict[str | int, Member] = {}
+        self.names: dict[int, str] = {}  # that the workers themselves tell
         self.asked = 0
 
     def join(self, id: int, name: str = "") -> Member:
         member = Member(id, name or f"w{id}", (f"fake://{id}",), "here")
         self.members_by[id] = self.members_by[member.name] = member
+        self.names[id] = member.name
         return member
 
     def find(self, to: str | int, *_: object) -> Member | None:
@@ -89,6 +93,7 @@ class Fake:
     def __init__(self, id: int) -> None:
         self.id = id
         self.group, self.transport, self.adopted = FakeGroup(), FakeTransport(), []
+        self.transport.names = self.group.names
         options = Options(connect_timeout=PATIENCE)
         self.peers = Peers(
             Hello(GROUP, id, f"w{id}"), "here", self.group, [self.transport], options, self.adopted.append
@@ -473,3 +478,44 @@ def test_nothing_grows_with_workers_that_come_and_go():
     assert len(here.peers._gone) <= 1000
     assert len(here.peers.known_peers) == known
     assert not here.peers._live and not here.peers._answered and not here.peers._connections
+
+
+# -- shutdown ---------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_died_before_anyone_met_it_holds_no_shutdown(caplog):
+    store, options = HashStore(), Options(shutdown_timeout=PATIENCE)
+    dead = Group(store, 3, PATIENCE)
+    dead.claim("w2", dead.new_id(2), lambda _: False)
+    dead.publish(Member(2, "w2", ("unix:///proc/0/fd/0",), this_host(), 2))
+    errors_raised: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            Worker.start(f"w{rank}", Group(store, 3, PATIENCE), options, rank=rank).close()
+        except BaseException as error:
+            errors_raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * PATIENCE)
+    assert not errors_raised
+    assert time.monotonic() - began < PATIENCE / 2
+    assert caplog.messages.count("worker 'w2' (rank 2) has ended; its shutdown is not waited for") == 2
+    dead.let_go()
+
+
+def test_a_worker_that_does_not_answer_in_time_may_be_busy():
+    with two_workers("unix") as (one, _):
+        sock, path_fd = bind_unseen()
+        silent = Member(7, "busy", (f"unix:///proc/{os.getpid()}/fd/{path_fd}",), this_host())
+        try:
+            assert one._peers.is_alive(silent, 0.05, if_silent=True)
+            assert not one._peers.is_alive(silent, 0.05)
+        finally:
+            sock.close()
+            os.close(path_fd)
+        assert not one._peers.is_alive(silent, 0.05, if_silent=True), "nothing is there any more"

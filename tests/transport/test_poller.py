@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+import telegrad
 from telegrad.transport.poller import ARMED, DISARMED, Poller
 
 WAIT = 10.0
@@ -135,3 +137,17 @@ def test_its_descriptors_go_with_it_and_not_before_a_late_wake_up():
     assert len(os.listdir("/proc/self/fd")) == before + 2
     del poller  # which nothing else refers to
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_descriptors_are_closed_without_the_collector():
+    """Those of the last few workers may wait a moment: a finaliser may be about to write to one."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(30):
+            with telegrad.LocalCluster(["a"], transport="inproc"):
+                pass
+        assert len(os.listdir("/proc/self/fd")) - before < 100, "not 8 for each of 60 workers"
+    finally:
+        gc.enable()

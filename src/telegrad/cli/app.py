@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -101,15 +102,15 @@ def run(
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(grace)  # older torchruns do not have it as an option
     options = [f"--nproc-per-node={count}", *([] if plain else ["--tee=3"]), *(["--module"] if module else [])]
     options += [script, *(arguments or [])]
-    # In place of this process: signals and the exit code are torchrun's own.
-    os.execv(sys.executable, [sys.executable, "-m", "telegrad.cli.launch", str(listener.fileno()), *options])
+    # In place of this process: signals and the exit code are torchrun's own. -P: torchrun imports nothing from the
+    # current directory. It starts the program without -P.
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "telegrad.cli.launch", str(listener.fileno()), *options])
 
 
 def _check_program(script: str, module: bool) -> None:
     if module:
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # as python -m has it
-        if find_spec(script.partition(".")[0]) is None:
+        package = script.partition(".")[0]  # from the current directory, too, as with python -m
+        if find_spec(package) is None and PathFinder.find_spec(package, [os.getcwd()]) is None:
             raise Stopped(f"there is no module {script!r} on Python's path, or in {os.getcwd()}", Code.USAGE)
     elif not os.path.exists(script):
         hint = " (a module is run with -m)" if "/" not in script and not script.endswith(".py") else ""

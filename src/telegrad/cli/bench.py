@@ -155,11 +155,14 @@ def torch_pair() -> Iterator[Callable[[Figure, bool], float]]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which they inherit: Ctrl-C is for this process alone
+    safe_path = os.environ.get("PYTHONSAFEPATH", "")
+    os.environ["PYTHONSAFEPATH"] = "1"  # they start with `python -c`, which would import from the current directory
     try:
         # The callee ends first: it would complain about the loss of the caller.
         pools = caller, callee = spawn.Pool(1), spawn.Pool(1)
     finally:
         signal.signal(signal.SIGINT, handler)
+        os.environ["PYTHONSAFEPATH"] = safe_path
 
     with caller, callee:
         for joined in [pool.apply_async(_join_torch, (rank, port)) for rank, pool in enumerate(pools)]:

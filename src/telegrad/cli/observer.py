@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ..errors import AddressError, PeerLostError, RendezvousError, TelegradError
 from ..events import Event
@@ -31,6 +31,7 @@ from ..primitives import clock
 from ..primitives.current import current_worker
 from ..primitives.torch_threads import begin_thread
 from ..rendezvous.address import connect_store
+from ..rendezvous.file import open_file_store
 from ..rendezvous.group import Group
 from ..worker import Statistics, Worker
 
@@ -147,9 +148,9 @@ class ObservedGroup(Group):
         name, size = self._get("group", until), self._get("size", until)
         if name is None or size is None:
             raise _NoGroupError("no group has met there yet; was init_rpc() called with this address?")
-        first = size.split()[0]
-        self.world_size = int(first) if first.isdigit() else None
-        return name.decode()
+        first = size.partition(b" ")[0]
+        self.world_size = None if first == b"no" else self._number("size", first)
+        return self._text("group", name)
 
     def new_id(self, rank: int) -> int:
         return random.SystemRandom().randrange(MIN_OBSERVER_ID, PROBE_ID)
@@ -207,7 +208,7 @@ def _open_existing(given: str, timeout: float) -> Any:
         path = url.netloc + url.path
         if not os.path.isfile(path):
             raise RendezvousError(f"there is no file {path!r}; a group that meets at file:// makes it")
-        return FileStore(path, -1)
+        return open_file_store(path, create=False)
     if url.scheme != "tcp" or not host or not port:
         raise AddressError(f"{given!r} is not an address; write HOST:PORT, tcp://HOST:PORT, file:///PATH or env://")
     return connect_store(host, port, timeout, wait=False)

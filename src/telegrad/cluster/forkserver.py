@@ -4,24 +4,30 @@
 
 The server is a fresh interpreter with one thread, so forking it is safe however many threads the owner has.
 Nothing outlives the owner: the server ends when the owner's end of the socket or the owner itself is gone,
-and the kernel kills its children when it ends.
+and the kernel kills its children when it ends. The server's directory is removed by the owner's close(), and by the
+server when it ends. Only if both are killed does it stay, with the files of the clusters' stores.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
+import itertools
 import os
 import select
+import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -68,6 +74,12 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     status: int
 
 
+def import_path() -> list[str]:
+    """Returns this process's sys.path, independent of the current directory."""
+    # '' is the current directory. What does not exist may be a name for an import hook, and stays as it is.
+    return [os.path.abspath(p) if os.path.exists(p or ".") else p for p in sys.path]
+
+
 class _Request:
     """A Spawn that was sent. Guarded by the ForkServer's lock."""
 
@@ -91,6 +103,7 @@ class ForkServer:
         self._ended: dict[int, int] = {}
         self._answered = False
         self._gone = False
+        self._numbers = itertools.count(1)
         install(self)
         try:
             with critical():
@@ -99,24 +112,42 @@ class ForkServer:
             uninstall(self)
 
     def _start(self, preload: Iterable[str]) -> None:
+        self.directory = tempfile.mkdtemp(prefix="telegrad-")  # mode 0700
+        try:
+            self._start_process(preload)
+        except BaseException:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise
+        self._reader = threading.Thread(target=prepared(self._read), name="telegrad-forkserver", daemon=True)
+        self._reader.start()
+
+    def _start_process(self, preload: Iterable[str]) -> None:
         self._socket, theirs = socket.socketpair()
         code = (
             "import importlib, sys, telegrad.autograd, telegrad.cluster.local, telegrad.rpc\n"  # and with them torch
             "telegrad.cluster.seeding.numpy_random()\n"  # each worker seeds it
-            "for module in sys.argv[3:]: importlib.import_module(module)\n"
-            "from telegrad.cluster.forkserver import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
+            "from telegrad.cluster.forkserver import serve\n"
+            "for module in sys.argv[4:]: importlib.import_module(module)\n"
+            "serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])"
         )
-        path = os.pathsep.join(p for p in sys.path if p)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs.fileno()), str(os.getpid()), *preload],
+                # -P: the current directory is on the server's path only if it is on the owner's.
+                [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(os.getpid()), self.directory, *preload],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the owner, who ends the children in order
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(import_path())},
             )
-        self._reader = threading.Thread(target=prepared(self._read), name="telegrad-forkserver", daemon=True)
-        self._reader.start()
+    def new_path(self) -> str:
+        """Returns a path for a new file, which no other user can reach and which ends with the server.
+
+        Raises:
+            ClusterError: the server has ended.
+        """
+        if self._gone:
+            raise ClusterError("the process that forks workers has ended; start another ForkServer")
+        return f"{self.directory}/{next(self._numbers)}"
 
     def spawn(self, jobs: list[Job], timeout: float) -> list[int]:
         """Forks one process per job; returns their process ids. If the caller is interrupted or the time is over, the
@@ -202,7 +233,8 @@ class ForkServer:
             return
         install(self)
         try:
-            run_all([self._hang_up, self._reader.join, self._socket.close])
+            remove = partial(shutil.rmtree, self.directory, ignore_errors=True)  # if the server was killed
+            run_all([self._hang_up, self._reader.join, self._socket.close, remove])
         finally:
             uninstall(self)
 
@@ -226,11 +258,23 @@ class ForkServer:
 # -- in the server ---------------------------------------------------------------------------------------
 
 
-def serve(fd: int, owner: int) -> None:
-    """Runs the server: forks on request, reports children that have ended, ends with its owner."""
-    owner_fd = os.pidfd_open(owner)
+def serve(fd: int, owner: int, directory: str) -> None:
+    """Runs the server: forks on request, reports children that have ended, ends with its owner, and removes the
+    directory then."""
+    server = os.getpid()
+    try:
+        if os.getppid() == owner:
+            _serve(fd, os.pidfd_open(owner), directory, owner)
+    finally:
+        if os.getpid() == server:  # and no child
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _serve(fd: int, owner_fd: int, directory: str, owner: int) -> None:
     if os.getppid() != owner:
         return
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_SH)  # programs that tidy /tmp leave the directory alone
     sock = socket.socket(fileno=fd)
     wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)

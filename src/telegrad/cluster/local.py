@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ..errors import ClusterError, TelegradError
 from ..options import Options
@@ -29,11 +29,11 @@ from ..primitives import clock, current
 from ..primitives.futures import Future
 from ..primitives.interrupts import critical, install, run_all, uninstall
 from ..primitives.text import check_name
-from ..rendezvous.address import serve_store
+from ..rendezvous.file import open_file_store
 from ..rendezvous.group import Group, poll_until
 from ..transport.inproc import Hub
 from ..worker import Worker
-from .forkserver import ForkServer, Job
+from .forkserver import ForkServer, Job, import_path
 from .seeding import checked, seed_of, seed_process
 
 
@@ -41,7 +41,7 @@ class _Seat(msgspec.Struct, frozen=True):
     """The arguments of run_child()."""
 
     name: str
-    port: int
+    place: str  # the file of the group's store
     options: dict[str, Any]
     path: list[str]
     directory: str
@@ -118,7 +118,8 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """The address of the group's store, for `telegrad top` (empty with transport="inproc")."""
+        """The address where the group meets, a file that no other user can reach, for `telegrad top` (empty with
+        transport="inproc")."""
         return self._address
 
     def call(self, to: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +162,11 @@ class LocalCluster:
         self._pids.clear()
         self._address = ""
 
+    def _remove(self, place: str, owner: int) -> None:
+        if os.getpid() == owner:  # and no fork of it
+            with contextlib.suppress(FileNotFoundError):  # the last worker to leave in good order has removed it
+                os.unlink(place)
+
     def _make_current(self) -> None:
         token = current.worker_var.set(self._worker)
 
@@ -189,15 +195,15 @@ class LocalCluster:
         self._server = server = self._given_server or ForkServer()
         if server is not self._given_server:
             self._at_end(server.close)
-        store = serve_store("127.0.0.1", 0, self._start_timeout)
-        self._address = f"127.0.0.1:{store.port}"
-        group = Group(store, None, self._start_timeout)
+        place = server.new_path()
+        self._at_end(self._remove, place, os.getpid())
+        self._address = f"file://{place}"
+        group = Group(open_file_store(place), None, self._start_timeout)
         self._worker = Worker.start(self._driver, group, self._options)
         self._at_end(self._worker.close, graceful=False)
         options = asdict(self._options)
-        path = [os.path.abspath(p) if p else os.getcwd() for p in sys.path]
         seed = torch.initial_seed() if self._seed is None else self._seed
-        seats = [_Seat(n, store.port, options, path, os.getcwd(), seed_of(n, seed)) for n in self.names]
+        seats = [_Seat(n, place, options, import_path(), os.getcwd(), seed_of(n, seed)) for n in self.names]
         child = "telegrad.cluster.local:run_child"
         jobs = [Job(seat.name, child, msgspec.msgpack.encode(seat)) for seat in seats]
         pids = server.spawn(jobs, max(0.0, deadline - clock.now()))
@@ -235,7 +241,7 @@ def run_child(argument: bytes) -> None:
     seed_process(seat.seed)
     end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: end.set())
-    store = TCPStore("127.0.0.1", seat.port, None, False, wait_for_workers=False)
+    store = open_file_store(seat.place)
     options = Options(**{**seat.options, "transports": tuple(seat.options["transports"])})
     worker = Worker.start(seat.name, Group(store, None, options.init_timeout), options)
     current.set_default_worker(worker)

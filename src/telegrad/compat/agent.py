@@ -19,6 +19,7 @@ from .. import autograd, messages
 from ..errors import NotStartedError, RendezvousError, UnknownWorkerError
 from ..options import Options
 from ..primitives.current import current_worker, set_default_worker
+from ..rendezvous.file import check_file_store
 from ..rendezvous.group import Group, poll_until
 from ..worker import Worker
 
@@ -134,6 +135,7 @@ def start_with(options: Options) -> Callable[..., Agent]:
             raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
         _check_name(name)
         _torch_options = rpc_backend_options
+        check_file_store(store)
         chosen = replace(options.with_those_of_torch(rpc_backend_options), strict_devices=True, plain=False)
         group = Group(store, world_size or None, options.init_timeout)
         worker = Worker.start(name, group, chosen, rank=rank)

@@ -21,6 +21,7 @@ from ..errors import CallTimeoutError, NotStartedError, PeerLostError, TooLargeE
 from ..events import log_by, logger
 from ..messages import COUNTER_BITS, Begin, Done, Envelope, Kind, Member, sender_of, shortened
 from ..primitives import clock, current
+from ..primitives.forks import leave_if_orphan
 from .backward_pass import Commit, Discard, Interrupt, Late, Part, PartInstruction, Report, Start, State, Wake
 from .commits import Commits
 from .contexts import Context, Contexts
@@ -271,6 +272,7 @@ class Parts:
                     break
         except BaseException as raised:
             error = raised
+        leave_if_orphan(error)
         if running is not None:
             running.end()
         try:

@@ -60,6 +60,8 @@ class _Thread(threading.local):
     times_set = 0  # see torch_threads.py
     flushes_denormals = False  # of a thread of telegrad: what users' functions find, and what is restored after them
     blocking = False  # in a critical section: an interrupt may come all the same
+    is_workers = False  # a worker has started it
+    is_orphan = False  # that worker is the parent's, of which this process is a fork: see forks.py
     relieve: Callable[[], None] | None = None  # ends this thread's Turn with the read lease; None: it has none
 
     def __init__(self) -> None:

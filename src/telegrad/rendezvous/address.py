@@ -9,11 +9,12 @@ import time
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ..errors import RendezvousError
 from ..primitives import clock
 from ..primitives.interrupts import interruptible
+from .file import open_file_store
 from .store import Deadline, StoreClient
 
 
@@ -23,7 +24,8 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
     `env://` reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, as torchrun sets them.
 
     Raises:
-        RendezvousError: the address makes no sense, its port is in use, or no process serves the store.
+        RendezvousError: the address makes no sense, its port is in use, no process serves the store, or another user
+            could write to its file.
     """
     try:
         url = urlsplit(init_method)
@@ -42,7 +44,7 @@ def open_store(init_method: str, rank: int, world_size: int | None, timeout: flo
         path = url.netloc + url.path
         if not path or not os.path.isdir(os.path.dirname(path) or "."):
             raise RendezvousError(f"init_method {init_method!r}: its directory does not exist")
-        return FileStore(path, -1), rank, world_size
+        return open_file_store(path), rank, world_size
     raise RendezvousError(f"init_method {init_method!r} is not understood; use env://, tcp://HOST:PORT or file:///PATH")
 
 

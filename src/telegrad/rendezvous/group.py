@@ -3,6 +3,7 @@
     group                a random name; connections between different groups are refused
     size                 how many workers it has
     ids                  a counter: the next worker id
+    present              how many workers have joined and not left; "ended" once the last one has left a file
     name/<name>          the id of the worker that has the name
     rank/<rank>          the id of the worker that has the rank (groups of a fixed size)
     incarnations/<rank>  how many workers have had it
@@ -11,17 +12,21 @@
     <barrier>/<rank>     set when that rank has arrived there
     <topic>/<rank>       what that rank has said to all
 
+Others may write to the store, too: a value that makes no sense is a RendezvousError that names its key, texts are made
+harmless for terminals, and the name and id of an entry are compared with what the worker itself tells (peers.py).
+
 A store's client blocks all its users while it waits for a key, so a worker that waits polls instead. Each request has
 a time limit (see store.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -31,11 +36,16 @@ from ..events import logger
 from ..messages import MAX_WORKER_ID, Member
 from ..primitives import clock
 from ..primitives.interrupts import interruptible
+from ..primitives.text import check_name, clean
 from .address import first_line
-from .store import Deadline, StoreClient
+from .store import Deadline, StoreClient, no_answer
+
+Value = TypeVar("Value")
 
 _PREFIX = "telegrad/"
 _NEVER = "\x00never"
+_ENDED = "ended"
+_LONGEST_TEXT = 2000  # bytes of a text in the store that are shown
 _LEAVING = 1.0  # seconds that leaving a group may take
 
 
@@ -54,6 +64,10 @@ class Group:
         self._client = StoreClient(PrefixStore(_PREFIX, store))
         self.world_size = world_size
         self._timeout = timeout
+        self._file: str = getattr(store, "path", "")  # of a FileStore, which the last worker to leave removes
+        self._is_counted = False  # in "present"
+        self._published = b""  # this worker's entry
+        self.dead: set[int] = set()  # ranks of which this worker has found, at its end, that they have died
         try:
             self.name = self._agree()
         except BaseException:
@@ -64,27 +78,41 @@ class Group:
         """The group's name. The first worker to come decides on the name and the size; the size must be the same for
         all."""
         until = self._until(None)
+        if self._file:
+            self._count_in(until)
         name = self._compare_set("group", "", uuid.uuid4().hex, until)
         size = "no fixed size" if self.world_size is None else f"{self.world_size} workers"
         if (agreed := self._compare_set("size", "", size, until)) != size:
             raise RendezvousError(
                 "RPC group mixes statically and dynamically initialized members which is not supported. Or it mixes "
-                f"sizes: it has {agreed}, and this worker is to join a group of {size}; give all the same world_size"
+                f"sizes: it has {clean(agreed)}, and this worker is to join a group of {size}; give all the same "
+                "world_size"
             )
         return name
+
+    def _count_in(self, until: Deadline) -> None:
+        if (self._get("present", until) or b"").startswith(_ENDED.encode()):
+            raise RendezvousError(
+                f"the group that met at file://{self._file} has just ended; start again, or remove the file"
+            )
+        self._add("present", 1, until)
+        self._is_counted = True
 
     def _until(self, timeout: float | None) -> Deadline:
         return Deadline(self._timeout if timeout is None else timeout)
 
     def _ask(self, until: Deadline, method: str, *args: Any) -> Any:
+        if self._file and not os.path.exists(self._file):  # torch would make it anew
+            raise no_answer(f"the file {self._file!r}, where the group has met, is gone; has the group ended?")
         try:
             return self._client.ask(lambda store: getattr(store, method)(*args), until)
         except RendezvousError:
             raise
         except Exception as error:
-            raise RendezvousError(
-                f"the group's store does not answer: {first_line(error)}; has the process that serves it ended?"
-            ) from error
+            raise no_answer(
+                f"the group's store does not answer: {first_line(error)}; has the process that serves it ended? "
+                f"(the request: {method} {clean(str(args[0]))})"
+            ) from None  # its text has pages of C++ frames, which a traceback would show
 
     def _get(self, key: str, until: Deadline) -> bytes | None:
         # Not get(), which waits for a key that is not there, and keeps all others from the store meanwhile. Compared
@@ -94,8 +122,43 @@ class Group:
 
     def _compare_set(self, key: str, expected: str, desired: str, until: Deadline) -> str:
         """Sets the key if it is as expected (empty: not there); what it is then."""
-        value: bytes = self._ask(until, "compare_set", key, expected, desired)
-        return value.decode()
+        return self._text(key, self._ask(until, "compare_set", key, expected, desired))
+
+    def _add(self, key: str, amount: int, until: Deadline) -> int:
+        if (value := self._get(key, until)) is not None:
+            self._number(key, value)  # add() ends the connection with the store if the value is no number
+        return int(self._ask(until, "add", key, amount))
+
+    # -- what the store holds, which others may have written ------------------------------------------
+
+    def _text(self, key: str, value: bytes) -> str:
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise self.spoilt(key, value) from None
+
+    def _number(self, key: str, value: bytes) -> int:
+        if not value.isdigit() or len(value) > 20:
+            raise self.spoilt(key, value)
+        return int(value)
+
+    def spoilt(self, key: str, value: bytes, why: str = "") -> RendezvousError:
+        """Makes the error for a value of the store that makes no sense."""
+        return RendezvousError(
+            f"the key {clean(key)} of the group's store makes no sense{why and f' ({clean(why)})'}: {value[:80]!r}; "
+            "something else writes to the store: meet at another address, that others cannot write to"
+        )
+
+    def decode(self, key: str, value: bytes, type: type[Value]) -> Value:
+        """Decodes a value of the store.
+
+        Raises:
+            RendezvousError: it makes no sense; names the key.
+        """
+        try:
+            return msgspec.msgpack.decode(value, type=type)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise self.spoilt(key, value, str(error)) from None
 
     # -- joining and leaving ---------------------------------------------------------------------------
 
@@ -105,9 +168,9 @@ class Group:
         if self.world_size is not None:
             if not 0 <= rank < self.world_size:
                 raise RendezvousError(f"rank {rank} is not within world_size {self.world_size}; ranks start at 0")
-            if self._ask(until, "add", f"incarnations/{rank}", 1) == 1:
+            if self._add(f"incarnations/{rank}", 1, until) == 1:
                 return rank
-        id = int(self._ask(until, "add", "ids", 1)) - 1 + (self.world_size or 0)
+        id = self._add("ids", 1, until) - 1 + (self.world_size or 0)
         if id > MAX_WORKER_ID:
             raise RendezvousError(f"this group has had {MAX_WORKER_ID} workers; start a new one")
         return id
@@ -117,7 +180,10 @@ class Group:
 
         Raises:
             NameTakenError: a live worker has it.
+            RendezvousError: the store does not answer, or is what is left of a group that has ended.
         """
+        if self._file and self.world_size is not None and id >= self.world_size:
+            self._check_file(is_alive)
         joining = self._until(None)
         expected = ""
         while True:
@@ -125,7 +191,7 @@ class Group:
             owner = self._compare_set(f"name/{name}", expected, str(id), until)
             if owner == str(id):
                 return
-            member = self._member(int(owner), until) if owner else None
+            member = self._named(name, owner.encode(), until) if owner else None
             if owner and member is None and joining.left():  # it claimed the name and is about to join
                 interruptible(time.sleep, 0.01)
                 continue
@@ -135,9 +201,25 @@ class Group:
                 )
             expected = owner
 
+    def _check_file(self, is_alive: Callable[[Member], bool]) -> None:
+        """Of the first workers of a group of fixed size none may be left: then this file was left behind by them."""
+        if not any(map(is_alive, self.members())):
+            raise RendezvousError(
+                f"the file {self._file!r} was left behind by a group of {self.world_size} workers, of which none lives "
+                "any more; remove it, or meet at another one"
+            )
+
     def publish(self, member: Member) -> None:
+        """Tells the others where this worker is.
+
+        Raises:
+            RendezvousError: the store does not answer, or its counter of ids was set back.
+        """
         until = self._until(None)
-        self._ask(until, "set", f"member/{member.id}", msgspec.msgpack.encode(member))
+        entry, key = msgspec.msgpack.encode(member), f"member/{member.id}"
+        if (found := self._ask(until, "compare_set", key, self._published, entry)) != entry:
+            raise self.spoilt(key, found, f"id {member.id} was given out twice; this worker is {member.name!r}")
+        self._published = entry
         if member.rank >= 0:
             self._ask(until, "set", f"rank/{member.rank}", str(member.id))
             if member.id != member.rank:  # it takes the place of one that has left
@@ -159,6 +241,7 @@ class Group:
                 self._ask(until, "set", f"left/{member.rank}", b"1")
             if tell:
                 self._compare_set(f"name/{member.name}", str(member.id), "", until)
+            if tell and self._published:
                 self._ask(until, "delete_key", f"member/{member.id}")
         except RendezvousError as error:
             logger.debug("worker %r left its group without a word: %s", member.name, str(error))
@@ -166,28 +249,70 @@ class Group:
             self.let_go()
 
     def let_go(self) -> None:
-        """Never uses the store again: one that this process serves ends with that. Any number of times."""
+        """Never uses the store again: one that this process serves ends with that. The last worker to let go of a file
+        removes it. Any number of times."""
+        counted, self._is_counted = self._is_counted, False
+        if counted:
+            with contextlib.suppress(RendezvousError, FileNotFoundError):  # a fork's store is closed
+                self._count_out(self._until(_LEAVING))
         self._client.close()
+
+    def _count_out(self, until: Deadline) -> None:
+        if self._add("present", -1, until):
+            return
+        ranks = range(self.world_size or 0)  # those that are yet to come must find why the others have left
+        if any(self._get(f"rank/{rank}", until) is None for rank in ranks):
+            return
+        end = f"{_ENDED} {uuid.uuid4().hex}"
+        if self._compare_set("present", "0", end, until) == end:
+            os.unlink(self._file)  # whoever opens it until here finds that the group has ended
 
     # -- looking ---------------------------------------------------------------------------------------
 
     def _member(self, id: int, until: Deadline) -> Member | None:
-        data = self._get(f"member/{id}", until)
-        return None if data is None else msgspec.msgpack.decode(data, type=Member)
+        key = f"member/{id}"
+        if (data := self._get(key, until)) is None:
+            return None
+        member = self.decode(key, data, Member)
+        try:
+            check_name(member.name)
+        except ValueError as error:
+            raise self.spoilt(key, data, str(error)) from None
+        if member.id != id or not all(text.isprintable() for text in (member.host, *member.addresses)):
+            raise self.spoilt(key, data)
+        return member
+
+    def _named(self, name: str, id: bytes, until: Deadline) -> Member | None:
+        """The member that the key of a name leads to."""
+        key = f"name/{name}"
+        member = self._member(self._number(key, id), until)
+        if member is not None and member.name != name:
+            raise self.spoilt(key, id, f"the worker with that id is {member.name!r}")
+        return member
 
     def find(self, to: str | int, timeout: float | None = None) -> Member | None:
-        """The member of that name or id."""
+        """The member of that name or id.
+
+        Raises:
+            RendezvousError: the store does not answer in time, or what it holds makes no sense.
+        """
         until = self._until(timeout)
         if isinstance(to, int):
             return self._member(to, until)
         id = self._get(f"name/{to}", until)
-        return self._member(int(id), until) if id else None
+        return self._named(to, id, until) if id else None
+
+    def of_rank(self, rank: int, timeout: float | None = None) -> Member | None:
+        """The newest member of that rank; None for one that has not joined yet, or has left."""
+        until = self._until(timeout)
+        id = self._get(f"rank/{rank}", until)
+        return None if id is None else self._member(self._number(f"rank/{rank}", id), until)
 
     def members(self, timeout: float | None = None) -> list[Member]:
         """All members, by id."""
         until = self._until(timeout)
-        count = int(self._ask(until, "add", "ids", 0)) + (self.world_size or 0)
-        return [member for id in range(count) if (member := self._member(id, until))]
+        count = self._number("ids", self._get("ids", until) or b"0") + (self.world_size or 0)
+        return [member for id in range(min(count, MAX_WORKER_ID + 1)) if (member := self._member(id, until))]
 
     def wait_for_all(self) -> list[Member]:
         """Waits until every rank has joined.
@@ -202,8 +327,7 @@ class Group:
             until = self._until(None)
             missing.difference_update([r for r in missing if self._get(f"rank/{r}", until) is not None])
             for rank in missing:
-                if (reason := self._get(f"failed/{rank}", until)) is not None:
-                    raise RendezvousError(f"rank {rank} could not join the group: {reason.decode()}")
+                self._check_not_failed(rank, until)
             return not missing
 
         if not poll_until(all_here, self._timeout):
@@ -213,11 +337,17 @@ class Group:
             )
         return self.members()
 
+    def _check_not_failed(self, rank: int, until: Deadline) -> None:
+        if (reason := self._get(f"failed/{rank}", until)) is not None:
+            told = clean(reason[:_LONGEST_TEXT].decode(errors="backslashreplace"))
+            raise RendezvousError(f"rank {rank} could not join the group: {told}")
+
     # -- all together ----------------------------------------------------------------------------------
 
-    def exchange(self, topic: str, member: Member, said: bytes) -> list[bytes]:
-        """Says something to every rank, and returns what all have said, by rank. A worker that takes the place of one
-        that has left waits for no other, and hears those that have said something.
+    def exchange(self, topic: str, member: Member, said: bytes) -> dict[str, bytes]:
+        """Says something to every rank, and returns what all have said, in order of their ranks and by the store's
+        keys. A worker that takes the place of one that has left waits for no other, and hears those that have said
+        something.
 
         Raises:
             RendezvousError: some did not say anything in time, or could not join; it names their ranks.
@@ -231,20 +361,34 @@ class Group:
             for rank in range(self.world_size or 0):
                 if rank not in heard and (found := self._get(f"{topic}/{rank}", until)) is not None:
                     heard[rank] = found
-                elif rank not in heard and (reason := self._get(f"failed/{rank}", until)) is not None:
-                    raise RendezvousError(f"rank {rank} could not join the group: {reason.decode()}")
+                elif rank not in heard:
+                    self._check_not_failed(rank, until)
             return len(heard) == self.world_size or member.id != member.rank
 
         if not poll_until(all_said, self._timeout):
             missing = sorted(set(range(self.world_size)) - set(heard))
             raise RendezvousError(f"ranks {missing} have joined, and did not say {topic} within {self._timeout:.0f} s")
-        return [heard[rank] for rank in sorted(heard)]
+        return {f"{topic}/{rank}": heard[rank] for rank in sorted(heard)}
 
     def arrive(self, barrier: str, rank: int, timeout: float | None = None) -> None:
         self._ask(self._until(timeout), "set", f"{barrier}/{rank}", b"1")
 
     def arrived(self, barrier: str, rank: int, timeout: float | None = None) -> bool:
         return bool(self._ask(self._until(timeout), "check", [f"{barrier}/{rank}"]))
+
+
+def check_same_name(member: Member, name: str) -> None:
+    """Compares a member's entry in the store, to which others may write, with the name in the Hello of its worker.
+
+    Raises:
+        RendezvousError: they differ.
+    """
+    if member.name != name:
+        raise RendezvousError(
+            f"the key member/{member.id} of the group's store belongs to a worker {member.name!r}, but the worker with "
+            f"that id is {name!r}; something else writes to the store: meet at another address, that others cannot "
+            "write to"
+        )
 
 
 def poll_until(condition: Callable[[], bool], timeout: float | None) -> bool:

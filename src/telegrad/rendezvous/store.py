@@ -17,11 +17,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from .._torch import cpp_log_level
 from ..errors import RendezvousError
 from ..primitives import clock
 from ..primitives.interrupts import critical, interruptible
 from ..primitives.torch_threads import prepared
 
+_log_level, _WARNINGS = cpp_log_level, 1
+_shown = _WARNINGS if _log_level is None else _log_level.value  # as TORCH_CPP_LOG_LEVEL asks for
 _IDLE = 0.2  # seconds without a request after which the thread ends
 
 
@@ -34,6 +37,13 @@ class Deadline:
 
     def left(self) -> float:
         return max(0.0, self._at - clock.now())
+
+
+def no_answer(text: str) -> RendezvousError:
+    """Makes the error for a store that does not answer."""
+    error = RendezvousError(text)
+    error.no_answer = True
+    return error
 
 
 class _Request:
@@ -84,7 +94,7 @@ class StoreClient:
             finally:
                 request.abandoned = not request.done
         if request.abandoned:
-            raise RendezvousError(
+            raise no_answer(
                 f"the group's store does not answer within {until.seconds:.1f} s; is its process stopped, or its host "
                 "gone?"
             )
@@ -150,7 +160,7 @@ class StoreClient:
             if self._closed:
                 raise RendezvousError("the worker has left its group before the group's store was asked")
             if not request.abandoned:
-                request.result = request.function(store)
+                request.result = _quietly(request.function, store)
         except BaseException as error:
             request.error = error
 
@@ -163,7 +173,21 @@ class StoreClient:
 _clients: weakref.WeakSet[StoreClient] = weakref.WeakSet()
 
 
+def _quietly(function: Callable[[Any], Any], store: Any) -> Any:
+    """Calls a function that makes a request. Where its process is gone torch would print pages of C++ frames for each
+    request, and the error has it all. Meanwhile no warning of torch's C++ code is shown on any thread."""
+    if _log_level is None or _shown != _WARNINGS:
+        return function(store)
+    _log_level.value = _WARNINGS + 1
+    try:
+        return function(store)
+    finally:
+        _log_level.value = _shown  # also if another thread's request is under way: then a failure of that is shown
+
+
 def _in_child() -> None:
+    if _log_level is not None:
+        _log_level.value = _shown
     for client in list(_clients):
         client.abandon()
 

@@ -14,6 +14,7 @@ import torch
 
 from ..messages import Member
 from ..options import Options
+from ..rendezvous.address import first_line
 from ..rendezvous.group import Group
 
 _TOPIC = "devices"
@@ -55,8 +56,21 @@ def agree(group: Group, member: Member, options: Options) -> None:
     members = group.wait_for_all()
     if are_set(options) or any(m.has_device_maps for m in members):
         said = group.exchange(_TOPIC, member, msgspec.msgpack.encode(_own(member, options)))
-        workers = [msgspec.msgpack.decode(data, type=WorkerDevices) for data in said]
+        workers = [_decoded(group, key, data) for key, data in said.items()]
         check(workers, is_whole=len(workers) == group.world_size)
+
+
+def _decoded(group: Group, key: str, data: bytes) -> WorkerDevices:
+    worker = group.decode(key, data, WorkerDevices)
+    devices = [*worker.devices, *(d for found in worker.maps.values() for pair in found.items() for d in pair)]
+    try:
+        for device in devices:
+            torch.device(device)
+    except RuntimeError as error:
+        raise group.spoilt(key, data, first_line(error)) from None
+    if not all(text.isprintable() for text in (worker.name, *worker.maps, *devices)):
+        raise group.spoilt(key, data)
+    return worker
 
 
 def _own(member: Member, options: Options) -> WorkerDevices:

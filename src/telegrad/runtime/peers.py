@@ -3,15 +3,15 @@
 # Note [one connection per pair]
 Two workers share one connection, which carries the messages of both: a message never overtakes another one. The
 handshake decides. Per peer there is at most one of: a dial of this worker's, an answer to a dial of the peer's, a live
-connection; all under `Peers._lock`. When two workers dial each other at once, the dial of the lower id stays. The
-lower one refuses the other dial (CrossingError), whose dialler waits for the connection that is coming.
-It also dials again now and then: the peer may have given its own dial up, or have died.
+connection; all under `Peers._lock`. When two workers dial each other at once, the dial of the lower id stays. The lower
+one refuses the other dial (CrossingError), whose dialler waits for the connection that is coming. It also dials again
+now and then: the peer may have given its own dial up, or have died.
 
 # Note [fencing]
 A worker that loses its connection with a peer drops all that it held for it: the peer's contexts, its parts in the
-peer's passes, the peer's credits, calls pending there.
-The peer may be alive and not know that. So the incarnation (the id) is dead to this worker from then on: its dials are
-refused with the reason, and calls to it fail at once. A worker that is started again has a new id.
+peer's passes, the peer's credits, calls pending there. The peer may be alive and not know that. So the incarnation (the
+id) is dead to this worker from then on: its dials are refused with the reason, and calls to it fail at once. A worker
+that is started again has a new id.
 """
 
 from __future__ import annotations
@@ -21,19 +21,25 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
 from torch import Tensor
 
-from ..errors import AddressError, ConnectError, NoRouteError, PeerLostError, UnknownWorkerError, VersionError
+from ..errors import (
+    ConnectError,
+    NoRouteError,
+    PeerLostError,
+    RendezvousError,
+    UnknownWorkerError,
+    VersionError,
+)
 from ..events import logger
 from ..messages import MAX_WORKER_ID, PROBE_ID, WORKER_BITS, Hello, Member, WorkerInfo
 from ..options import Options
 from ..primitives import clock
 from ..primitives.waiter import Waiter
-from ..rendezvous.group import Group
+from ..rendezvous.group import Group, check_same_name
 from ..transport.base import Connection, CrossingError, Listener, Transport
 from .flow_control import Window
-from .routes import addresses_to_dial, why_none
+from .routes import dial
 
 _GONE_NAMES = 1000  # of workers that are gone, kept for texts
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two dials of a worker whose own dial is coming
@@ -142,7 +148,7 @@ class Peers:
                 self._connections.add(connection)
                 if hello.id >= 0:
                     self._live[hello.id] = connection
-                    if (peer := self.known_peers.get(hello.id)) is not None:
+                    if (peer := self.known_peers.get(hello.id)) is not None and peer.member.name == hello.name:
                         peer.connection = connection
             self._notify()
         if not welcome:
@@ -164,6 +170,7 @@ class Peers:
         Raises:
             UnknownWorkerError: there is none in the group.
             RendezvousError: the store does not answer in time.
+            PeerLostError: nor does it, and this worker has lost its connection with the peer.
         """
         if not isinstance(to, str | int):  # a WorkerInfo, ours or torch's
             if not hasattr(to, "id"):
@@ -173,7 +180,14 @@ class Peers:
         if peer is not None and (peer.connection is not None or not isinstance(to, str)):
             return peer
         deadline = None if timeout is None else clock.now() + timeout
-        member = self._group.find(to, timeout)
+        try:
+            member = self._group.find(to, timeout)
+        except RendezvousError as error:
+            with self._lock:
+                gone = [id for id, name in self._gone.items() if to in (id, name)]
+            if error.no_answer and gone:
+                raise self._lost(gone[-1]) from error  # of the worker, which may have served the store
+            raise
         if member is None:
             known = sorted(m.name for m in self._group.members(_left(deadline)))
             raise UnknownWorkerError(
@@ -206,7 +220,11 @@ class Peers:
         with self._lock:
             peer = self.known_peers.get(member.id)
             if peer is None:
-                peer = Peer(member, Window(self._options.peer_byte_limit), self._live.get(member.id))
+                connection = self._live.get(member.id)
+                if connection is not None:
+                    check_same_name(member, connection.peer.name)
+                peer = Peer(member, Window(self._options.peer_byte_limit), connection)
+            check_same_name(member, peer.member.name)
             if self.is_lost(member.id):
                 return peer  # and nothing is kept of it
             self.known_peers[member.id] = peer
@@ -223,7 +241,7 @@ class Peers:
 
         Raises:
             UnknownWorkerError: there is none of that name.
-            RendezvousError: the store does not answer in time.
+            RendezvousError: the store does not answer in time, or has another name for the worker than itself.
             PeerLostError: it cannot be reached any more.
             VersionError: it speaks another wire version.
         """
@@ -251,6 +269,7 @@ class Peers:
         """The connection with a peer, made if there is none yet.
 
         Raises:
+            RendezvousError: the store has another name for the worker than itself.
             PeerLostError: it cannot be reached any more.
             VersionError: it speaks another wire version.
         """
@@ -266,6 +285,7 @@ class Peers:
                 try:
                     connection = self._dial(member, self._hello, max(0.0, deadline - clock.now()))
                     self._adopt(connection)
+                    check_same_name(member, connection.peer.name)
                 except CrossingError:
                     if clock.now() >= deadline:
                         raise
@@ -278,8 +298,10 @@ class Peers:
                     self._await_other_dial(member.id, min(pause, deadline - clock.now()))
                     pause = min(2 * pause, _LONGEST_PAUSE)
             return connection
-        except ConnectError as error:
+        except (ConnectError, RendezvousError) as error:
             self._forget(peer)
+            if isinstance(error, RendezvousError):
+                raise
             lost = PeerLostError(
                 f"worker {member.name!r} (id {member.id}) cannot be reached: {error}; "
                 "it has ended, or this machine cannot connect to it"
@@ -293,6 +315,7 @@ class Peers:
         while True:
             with self._lock:
                 if (connection := self._live.get(id)) is not None:
+                    check_same_name(peer.member, connection.peer.name)
                     peer.connection = connection
                     return connection
                 if self.is_lost(id):
@@ -329,28 +352,17 @@ class Peers:
             changed.set_done()
 
     def _dial(self, member: Member, hello: Hello, timeout: float) -> Connection:
-        to_it = msgspec.structs.replace(hello, to=member.id)
-        errors: list[str] = []
-        for address in addresses_to_dial(member, self._host, self._transports):
-            try:
-                return self._transports[address.partition(":")[0]].connect(address, to_it, timeout)
-            except (VersionError, CrossingError, NoRouteError):
-                raise
-            except (ConnectError, AddressError) as error:  # the store may hold what is no address
-                errors.append(str(error))
-        if not errors:
-            raise NoRouteError(why_none(member, self._host, self._transports))
-        raise ConnectError("; ".join(errors))
+        return dial(member, hello, self._host, self._transports, timeout)
 
-    def is_alive(self, member: Member) -> bool:
+    def is_alive(self, member: Member, timeout: float | None = None, *, if_silent: bool = False) -> bool:
         """Whether a worker answers at its addresses. One that cannot be asked is taken to live."""
         probe = Hello(self._hello.group, PROBE_ID, self._hello.name)
         try:
-            self._dial(member, probe, self._options.connect_timeout).dispose()
+            self._dial(member, probe, self._options.connect_timeout if timeout is None else timeout).dispose()
         except (VersionError, NoRouteError):
             return True
-        except ConnectError:
-            return False
+        except ConnectError as error:
+            return if_silent and error.__cause__ is not None
         return True
 
     # -- losing them -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from ..errors import ConnectionClosedError, ProtocolError, TelegradError
 from ..events import Events, logger
 from ..messages import Envelope, Kind
 from ..primitives import clock, current, interrupts, torch_threads
+from ..primitives.forks import leave_if_orphan
 from ..primitives.waiter import Waiter
 from ..serialization.codec import KINDS, decode_envelope, not_understood
 from ..transport.base import Connection, Frames
@@ -109,7 +110,8 @@ class Reader:
                         torch_threads.follow()
                     try:
                         self._receive(message, None)
-                    except BaseException:  # also a SystemExit: the thread is the worker's, and reads for all
+                    except BaseException as error:  # also a SystemExit: the thread is the worker's, and reads for all
+                        leave_if_orphan(error)
                         logger.exception("worker %r: a message could not be handled", self._name)
                     del message
                     if not turn.take_back():

@@ -7,9 +7,37 @@ unix transport; and TCP is dialled only by a worker that has it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from ..messages import Member
+import msgspec
+
+from ..errors import AddressError, ConnectError, NoRouteError, VersionError
+from ..messages import Hello, Member
+from ..transport.base import Connection, CrossingError, Transport
+
+
+def dial(member: Member, hello: Hello, host: str, transports: Mapping[str, Transport], timeout: float) -> Connection:
+    """Connects a worker on `host` with a member, at the first of its addresses that answers.
+
+    Raises:
+        NoRouteError: no transport of both leads there.
+        ConnectError: none of them answers. The cause is set where one did not in time, so that it may be busy.
+        CrossingError, VersionError: as Transport.connect().
+    """
+    to_it = msgspec.structs.replace(hello, to=member.id)
+    errors: list[str] = []
+    slow: BaseException | None = None
+    for address in addresses_to_dial(member, host, transports):
+        try:
+            return transports[address.partition(":")[0]].connect(address, to_it, timeout)
+        except (VersionError, CrossingError, NoRouteError):
+            raise
+        except (ConnectError, AddressError) as error:  # the store may hold what is no address
+            errors.append(str(error))
+            slow = error.__cause__ if isinstance(error.__cause__, TimeoutError | BlockingIOError) else slow
+    if not errors:
+        raise NoRouteError(why_none(member, host, transports))
+    raise ConnectError("; ".join(errors)) from slow
 
 
 def addresses_to_dial(member: Member, host: str, transports: Collection[str]) -> list[str]:

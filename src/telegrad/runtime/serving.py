@@ -3,7 +3,9 @@ they hold the read lease, unless they can be relieved of it."""
 
 from __future__ import annotations
 
+import os
 import traceback
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +24,7 @@ from ..gradients.contexts import Context
 from ..gradients.torch_modes import applied, is_changed, restore_defaults
 from ..messages import Call, Envelope, Failure, Kind, Reply, shortened
 from ..options import reversed_map
-from ..primitives import clock, current
+from ..primitives import clock, current, forks
 from ..primitives.interrupts import finaliser
 from ..serialization.codec import Codec
 from ..transport.base import Connection
@@ -53,6 +55,7 @@ class Server:
         self._commits = worker.engine.parts.commits  # see Note [.grad before the next call]
         self._closed = False
         self.calls_served = 0
+        _all.add(self)
 
     def close(self) -> None:
         """Runs no call any more that has not begun."""
@@ -230,3 +233,20 @@ class Server:
     def _give_up(self, connection: Connection, call: Envelope, error: BaseException) -> None:
         self._serving.pop(call.id, None)
         logger.info("worker %r was gone before its call was answered: %s", connection.peer.name, str(error))
+
+    def abandon(self) -> None:
+        """In a fork: a function that has forked and comes back in the child is not answered from there."""
+        self._closed = True
+        self._answer = lambda *_: forks.leave_if_orphan()  # type: ignore[method-assign]
+        self._answer_failure = lambda *args: forks.leave_if_orphan(args[-1])  # type: ignore[method-assign]
+
+
+_all: weakref.WeakSet[Server] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for server in list(_all):
+        server.abandon()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PeerLostError, RendezvousError
 from ..events import logger
 from ..primitives import clock, current
-from ..primitives.interrupts import run_all, uninstall
+from ..primitives.interrupts import interruptible, run_all, uninstall
 from ..rendezvous.group import poll_until
 from ..rendezvous.store import Deadline
 from ..transport.device_board import janitor
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _LEAST = 1.0  # seconds that the store has for an answer: the time limit of a shutdown is for the other workers
 
+
+_BEFORE_QUESTIONS, _BETWEEN_QUESTIONS = 0.5, 0.2  # seconds of waiting, after which missing ranks are looked for
 
 _DEVICE_PATIENCE = 2.0  # seconds
 
@@ -76,6 +78,19 @@ def _tear_down(worker: Worker) -> None:
 
 def retire(worker: Worker, timeout: float | None) -> None:
     """Waits until this worker may go: see Worker.retire()."""
+    try:
+        _retire(worker, timeout)
+    except RendezvousError as error:
+        lost = [rank for rank in range(worker.group.world_size or 0) if worker._peers.is_lost(rank)]
+        if not error.no_answer or not lost:
+            raise
+        known = ", ".join(f"worker {worker._peers.name_of(rank)!r} (rank {rank})" for rank in lost)
+        raise RendezvousError(
+            f"{known} is gone, and so is the group's store, without which the others cannot be waited for: {error}"
+        ) from error
+
+
+def _retire(worker: Worker, timeout: float | None) -> None:
     if worker._ended_together:
         return
     limit = (worker.options.shutdown_timeout if timeout is None else timeout) or None
@@ -111,9 +126,14 @@ def meet(worker: Worker, barrier: str, timeout: float | None) -> None:
         return
     until = None if timeout is None else Deadline(timeout)
     missing: list[int] = []
+    asked, next_question = 0, clock.now() + _BEFORE_QUESTIONS
 
     def all_here() -> bool:
+        nonlocal asked, next_question
         missing[:] = _missing(worker, barrier, until)
+        if missing and clock.now() >= next_question:
+            _look_for(worker, missing[asked % len(missing)], until)
+            asked, next_question = asked + 1, clock.now() + _BETWEEN_QUESTIONS
         return not missing
 
     worker.group.arrive(barrier, worker.member.rank, _for_the_store(until))
@@ -126,12 +146,27 @@ def meet(worker: Worker, barrier: str, timeout: float | None) -> None:
 
 def _missing(worker: Worker, barrier: str, until: Deadline | None) -> list[int]:
     """The ranks that have not arrived, and may still come: those that died, or left without waiting, will not."""
+    group, peers = worker.group, worker._peers
 
     def has_come(place: str, rank: int) -> bool:
-        return worker.group.arrived(place, rank, _for_the_store(until))
+        return group.arrived(place, rank, _for_the_store(until))
 
-    ranks = range(worker.group.world_size or 0)
-    return [r for r in ranks if not (has_come(barrier, r) or worker._peers.is_lost(r) or has_come("left", r))]
+    ranks = [rank for rank in range(group.world_size or 0) if rank not in group.dead]
+    return [r for r in ranks if not (has_come(barrier, r) or peers.is_lost(r) or has_come("left", r))]
+
+
+def _look_for(worker: Worker, rank: int, until: Deadline | None) -> None:
+    """Looks whether a rank still lives, with which this worker has no connection that would tell its end.
+
+    Every rank has joined before any of them can be here, so there is an entry with its addresses. One that does not
+    answer in time may be busy.
+    """
+    member = worker.group.of_rank(rank, _for_the_store(until))
+    if member is None or worker._peers.connection_with(member.id) is not None:
+        return
+    if not interruptible(partial(worker._peers.is_alive, member, _LEAST, if_silent=True)):
+        worker.group.dead.add(rank)
+        logger.warning("worker %r (rank %d) has ended; its shutdown is not waited for", member.name, rank)
 
 
 def _for_the_store(until: Deadline | None) -> float | None:

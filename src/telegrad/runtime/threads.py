@@ -7,13 +7,16 @@ sleep. The number of threads follows the need; those with nothing to do end afte
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
 from ..events import logger
 from ..gradients.torch_modes import flushes_denormals, is_changed, restore_defaults
 from ..primitives import clock, current, torch_threads
+from ..primitives.forks import leave_if_orphan
 from ..primitives.torch_threads import add_follower, prepared, remove_follower
 from ..transport.poller import Poller
 
@@ -37,6 +40,7 @@ class Threads:
         self._threads: set[threading.Thread] = set()
         self._starved = False  # the last thread that was to start could not
         self._closed = False
+        _all.add(self)
 
     def start(self) -> None:
         """Starts the first thread: a message from outside finds it waiting."""
@@ -94,6 +98,7 @@ class Threads:
 
     def _run(self) -> None:
         current.thread.critical = 1  # but for users' code, see interrupts.py
+        current.thread.is_workers = True
         try:
             current.thread.flushes_denormals = self._flushes_denormals
             restore_defaults()
@@ -108,10 +113,12 @@ class Threads:
                     del task  # what it holds must not live until the next one comes
                 found = None
         except BaseException:  # tasks raise nothing; it came while the thread waited for one, and counted as idle
+            leave_if_orphan()
             with self._lock:
                 self._idle -= 1
             logger.exception("a thread of worker %r has ended", self._name)
         finally:
+            leave_if_orphan()
             with self._lock:
                 self._threads.discard(threading.current_thread())
             self._poller.wake()  # on closing, each thread that ends lets the next one go
@@ -155,7 +162,8 @@ class Threads:
     def _attempt(self, task: Task) -> None:
         try:
             task()
-        except BaseException:  # also a SystemExit: the thread is the worker's
+        except BaseException as error:  # also a SystemExit: the thread is the worker's
+            leave_if_orphan(error)
             logger.exception("a task of worker %r failed", self._name)
         finally:
             with self._lock:
@@ -181,3 +189,20 @@ class Threads:
         self._run_rest()
         remove_follower(self)
         return not any(t.is_alive() for t in threads)
+
+    def abandon(self) -> None:
+        """In a fork: the only thread that may be there, the one that has forked, runs no other task."""
+        self._lock = threading.Lock()
+        self._closed = True
+        self._tasks.clear()
+
+
+_all: weakref.WeakSet[Threads] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for threads in list(_all):
+        threads.abandon()
+
+
+os.register_at_fork(after_in_child=_in_child)

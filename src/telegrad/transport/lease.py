@@ -33,12 +33,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..events import logger
 from ..primitives import clock, current
-from ..primitives.interrupts import blocking, finaliser
+from ..primitives.interrupts import blocking
 from .poller import ARMED, DISARMED, Poller
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class ReadLease:
         self._is_rung = False
         self._closed = False
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._close_bell = partial(os.close, self._bell)
+        poller.own(self._bell)
         self._inner.register(self._bell, select.EPOLLIN)
         self.turn: Turn | None = None  # the last one that began
         self.timer_at = 0.0
@@ -299,6 +298,7 @@ class ReadLease:
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._is_rung = True  # nobody rings any more
             self._poller.unregister(self._fd)
             self._inner.close()
             self.turn = None
@@ -308,15 +308,12 @@ class ReadLease:
         """In a fork of the process: lets go of the copies of descriptors. The epoll itself is the parent's."""
         self._lock = threading.Lock()
         self._unread.clear()
+        if self.turn is not None:
+            self.turn.abandon()
         if not self._closed:
             self._closed = True
             self._inner.close()
             self._by_fd.clear()
-
-    @finaliser
-    def __del__(self) -> None:
-        # Not in close(): another thread may be about to ring, and the number must still be ours then.
-        self._close_bell()
 
 
 class Turn:
@@ -378,6 +375,11 @@ class Turn:
             except IndexError:
                 return
             self._hand_on(message)
+
+    def abandon(self) -> None:
+        """In a fork: neither the lease nor the messages are this thread's any more."""
+        self._away.clear()
+        self.waiting.clear()
 
     def end(self) -> None:
         """Ends the turn, and releases the lease if the thread still has it."""

@@ -30,6 +30,7 @@ from ..messages import WIRE_VERSION, Hello, Refusal
 from ..options import Options
 from ..primitives import clock
 from ..primitives.interrupts import interruptible
+from ..primitives.text import check_name, clean
 from .base import Answer, Connection, CrossingError, Listener, OnConnection, OnFailed, Transport, ignore
 from .lease import ReadLease
 from .poller import ARMED, Poller
@@ -250,14 +251,15 @@ def greet(sock: socket.socket, hello: Hello, address: str, timeout: float) -> He
         if isinstance(answer, tuple):
             reason, is_crossing = answer
             kind = CrossingError if is_crossing else ConnectError
-            raise kind(f"the worker at {address} refuses the connection: {reason}")
+            raise kind(f"the worker at {address} refuses the connection: {clean(reason)}")
+        check_name(answer.name)
         if answer.id != hello.to and hello.to >= 0:
             raise ConnectError(f"worker {answer.name!r} with id {answer.id} answers at {address}, not id {hello.to}")
         _send(sock, None, deadline)
     except (VersionError, ConnectError):
         raise
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConnectError(f"no telegrad worker answers at {address}: {error}") from error
+    except (OSError, ValueError) as error:  # msgspec's are ValueErrors
+        raise ConnectError(f"no telegrad worker answers at {address}: {clean(str(error))}") from error
     return answer
 
 
@@ -276,6 +278,7 @@ def welcome(sock: socket.socket, answer: Answer, timeout: float) -> Hello:
             # Our version stands in the greeting, and says it all; the text is for versions to come.
             _send(sock, (f"only wire version {WIRE_VERSION} is spoken here", False), deadline)
             raise
+        check_name(peer.name)
         try:
             ours = answer(peer)
         except TelegradError as error:
@@ -285,8 +288,8 @@ def welcome(sock: socket.socket, answer: Answer, timeout: float) -> Hello:
         _receive(sock, clock.now() + timeout)
     except TransportError:
         raise
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConnectError(f"a handshake failed: {error}") from error
+    except (OSError, ValueError) as error:  # msgspec's are ValueErrors
+        raise ConnectError(f"a handshake failed: {clean(str(error))}") from error
     return peer
 
 

@@ -12,8 +12,10 @@ import os
 import select
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 
+from ..primitives import clock
 from ..primitives.interrupts import finaliser
 
 _libc = ctypes.PyDLL(None, use_errno=True)  # these calls return at once, so the interpreter lock is kept
@@ -40,7 +42,8 @@ class Poller:
     former owner arms it. So a callback may come for nothing, and must do no harm then."""
 
     def __init__(self) -> None:
-        self._fds: list[int] = []
+        _close_retired()
+        self._fds: list[int] = []  # to be closed: see _retire()
         self._epoll = select.epoll()
         self.watch = self._epoll.modify  # (descriptor, ARMED or DISARMED): waits for one event on it, or none
         self._callbacks: dict[int, Callable[[], None]] = {}  # its single operations are atomic
@@ -59,10 +62,12 @@ class Poller:
 
     @finaliser
     def __del__(self) -> None:
-        # Not in close(): a finaliser may be about to wake us, and the number must still be ours then.
         self._wake_fd = -1  # finalisers of one cycle of garbage run in any order
-        for fd in self._fds:
-            os.close(fd)
+        _close(self._fds)
+
+    def own(self, fd: int) -> None:
+        """Closes a descriptor when the poller's own are closed."""
+        self._fds.append(fd)
 
     def register(self, fd: int, callback: Callable[[], None]) -> None:
         """Adds a descriptor, not armed yet."""
@@ -113,9 +118,42 @@ class Poller:
     def close(self) -> None:
         """Closes the epoll, after the last thread has left poll()."""
         self._closed = True
+        self._wake_fd = self._timer_fd = -1
+        _retire(self._fds)
         self._epoll.close()
         self._callbacks.clear()  # which refer to us, and would keep two descriptors until the next collection
         self.on_timer = _nothing
+
+
+_WHILE = 1.0  # seconds
+_MOST_RETIRED = 8  # pollers
+_retired: deque[tuple[float, list[int]]] = deque()  # when to close them, and descriptors; its operations are atomic
+
+
+def _retire(fds: list[int]) -> None:
+    """Closes descriptors after a while, when the next poller is made or closed; sooner if many more were closed since, or
+    the collector finds theirs.
+
+    Not at once: a finaliser on another thread may be about to write to one, and the number must not be another file's.
+    """
+    _retired.append((clock.now() + _WHILE, fds))
+    _close_retired()
+
+
+def _close_retired() -> None:
+    try:
+        while _retired and (len(_retired) > _MOST_RETIRED or _retired[0][0] <= clock.now() or not _retired[0][1]):
+            _close(_retired.popleft()[1])
+    except IndexError:
+        pass  # another thread does it
+
+
+def _close(fds: list[int]) -> None:
+    try:
+        while True:
+            os.close(fds.pop())
+    except IndexError:
+        pass
 
 
 def _timerfd() -> int:
