@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from .events import Events
 from .gradients.attach import Attach, refuse
 from .gradients.contexts import Context, Contexts
 from .gradients.engine import Engine
-from .messages import KIND_NAMES, Call, Envelope, Failure, Hello, Kind, Member, WorkerInfo, message_ids, sender_of
+from .messages import KIND_NAMES, Call, Envelope, Hello, Kind, Member, WorkerInfo, message_ids, sender_of
 from .options import SHARED_MEMORY_FROM, Options
 from .primitives import clock, current
 from .primitives.futures import Future
@@ -104,6 +103,7 @@ class Worker:
         self._self_ends = loopback(hello, self._lease, options)
         self._peers.know_self(member, self._self_ends[0])
         self.post, self.decode_error = self.calls.post, self.calls.error_of  # for gradients as well
+        self.encode_error = self.calls.failure_of
 
     @classmethod
     def start(
@@ -309,15 +309,6 @@ class Worker:
     def later(self, seconds: float, task: Callable[[], None]) -> Callable[[], None]:
         """A function that has a task run so long after it was called. It takes no lock: finalisers call it."""
         return partial(self._threads.new_timer(task), seconds)
-
-    def encode_error(self, error: BaseException, to: int) -> Failure:
-        """An exception, as it is sent to that worker."""
-        connection = self._peers.connection_with(to)
-        text = "".join(traceback.format_exception(error))
-        peer = Hello("", to, "") if connection is None else connection.peer
-        failure = self._codec.encode_exception(error, text, peer)
-        error.__traceback__ = None  # an exception that is kept must not keep the frames, and what they hold
-        return failure
 
     # -- calls -----------------------------------------------------------------------------------------
 

@@ -139,6 +139,7 @@ class ForkServer:
                 start_new_session=True,  # Ctrl-C is for the owner, who ends the children in order
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(import_path())},
             )
+
     def new_path(self) -> str:
         """Returns a path for a new file, which no other user can reach and which ends with the server.
 

@@ -123,6 +123,16 @@ class Contexts:
     def was_released(self, id: int) -> bool:
         return id in self._released
 
+    def statistics(self) -> dict[str, int]:
+        contexts, plain = self.all(), self.plain
+        return {
+            "contexts": len(contexts),
+            "sends": len(plain.sends) + sum(len(c.sends) for c in contexts),
+            "received": len(plain.received) + sum(len(c.received) for c in contexts),
+            "gradients": sum(len(c.gradients) for c in contexts),
+            "log_entries": len(self.log),
+        }
+
     def of_owner(self, worker_id: int) -> list[Context]:
         return [context for context in self.all() if context.owner == worker_id]
 

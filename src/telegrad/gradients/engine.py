@@ -118,17 +118,7 @@ class Engine:
                     context.gradients.replace(leaf, changed)
 
     def statistics(self) -> dict[str, int]:
-        contexts = self._contexts.all()
-        plain = self._contexts.plain
-        return {
-            "contexts": len(contexts),
-            "passes": len(self.parts),
-            "passes_begun_here": len(self._roots),
-            "sends": len(plain.sends) + sum(len(c.sends) for c in contexts),
-            "received": len(plain.received) + sum(len(c.received) for c in contexts),
-            "gradients": sum(len(c.gradients) for c in contexts),
-            "log_entries": len(self._contexts.log),
-        }
+        return {"passes": len(self.parts), "passes_begun_here": len(self._roots), **self._contexts.statistics()}
 
     @property
     def busy(self) -> int:

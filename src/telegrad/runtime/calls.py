@@ -10,6 +10,7 @@ complete     on the thread that has read the answer; fail: with an error instead
 from __future__ import annotations
 
 import os
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,7 +36,7 @@ from ..events import Span, logger
 from ..gradients import plain
 from ..gradients.contexts import Context
 from ..gradients.torch_modes import current_modes
-from ..messages import Call, Envelope, Failure, Kind, WorkerInfo
+from ..messages import Call, Envelope, Failure, Hello, Kind, WorkerInfo
 from ..primitives import clock, current, interrupts
 from ..primitives.futures import Future, devices, use_devices
 from ..primitives.interrupts import blocking, calling_back, getsignal, in_finaliser, on_signal
@@ -397,6 +398,15 @@ class Calls:
             except DecodeError as error:
                 call.make_error = why_no_answer(call, error)
         return value if call.profiled is None else call.profiled.answered(value)
+
+    def failure_of(self, error: BaseException, to: int) -> Failure:
+        """Encodes an exception for a message to worker `to`."""
+        connection = self.peers.connection_with(to)
+        text = "".join(traceback.format_exception(error))
+        peer = Hello("", to, "") if connection is None else connection.peer
+        failure = self._codec.encode_exception(error, text, peer)
+        error.__traceback__ = None  # an exception that is kept must not keep the frames, and what they hold
+        return failure
 
     def error_of(self, failure: Failure, peer: str) -> Exception:
         """The exception that the function raised. A remote SystemExit does not end the thread that waits for it."""
