@@ -157,6 +157,15 @@ def test_what_it_says_of_itself():
     assert ask(there, "out_features") == 2
 
 
+def test_arguments_of_the_class_are_a_tuple_and_a_dict():
+    for wrong in (4, 0, torch.zeros(1), {"in_features": 4}):
+        with pytest.raises(TypeError, match=r"args is a tuple, not a \w+; did you mean"):
+            RemoteModule("a", nn.Linear, wrong)
+    with pytest.raises(TypeError, match="kwargs is a dict, not a list"):
+        RemoteModule("a", nn.Linear, (4, 2), [])
+    assert ask(RemoteModule("a", nn.Linear, [4, 2]), "out_features") == 2
+
+
 def test_a_worker_by_its_number():
     number = rpc.get_worker_info("b").id
     there = RemoteModule(f"rank:{number}/cpu", nn.Linear, (4, 2))

@@ -23,6 +23,7 @@ from ..gradients.plain import untracked
 from ..optim.remote_tensor import RemoteBuffer, RemoteParameter, RemoteTensor, check_no_pass, from_rows
 from ..primitives.current import current_worker
 from ..rref import RRef
+from ..runtime.arguments import checked
 from ..serialization.handles import Handle
 from . import owner as remote
 from .owner import Hook
@@ -87,7 +88,8 @@ class RemoteModule(nn.Module):
             raise TypeError(f"module_cls is a class of modules, not {module_cls!r}")
         self.on, self.device = _parse(remote_device)
         self._what = getattr(module_cls, "__name__", "")
-        made_with = (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
+        args, kwargs = checked(args, kwargs)
+        made_with = (module_cls, args, kwargs or {}, self.device)
         self.module_rref = rpc.remote(self.on, remote.create, made_with)
 
     @staticmethod

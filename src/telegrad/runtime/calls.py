@@ -43,6 +43,7 @@ from ..references.entries import Entry, Held
 from ..serialization.codec import Body, Codec
 from ..transport.base import Connection
 from . import profiled_calls
+from .arguments import checked
 from .call_errors import why_no_answer, why_not_sent
 from .peers import Peer, Peers
 from .pending import UNSET_TIMEOUT, PendingCall, PendingCalls, effective_timeout
@@ -88,7 +89,9 @@ class Calls:
             worker.check_open()
         if thread.critical:
             raise in_finaliser("rpc_sync()")
-        body = Call(function, tuple(args), kwargs or None)
+        if type(args) is not tuple or (kwargs is not None and type(kwargs) is not dict):
+            args, kwargs = checked(args, kwargs)
+        body = Call(function, args, kwargs)
         thread.critical = 1
         try:
             if thread.is_main and getsignal(SIGINT) is not on_signal:
@@ -118,7 +121,9 @@ class Calls:
         worker, thread = self._worker, current.thread
         if worker.closed_because or os.getpid() != self._pid:
             worker.check_open()
-        body = Call(function, tuple(args), kwargs or None)
+        if type(args) is not tuple or (kwargs is not None and type(kwargs) is not dict):
+            args, kwargs = checked(args, kwargs)
+        body = Call(function, args, kwargs)
         of_devices: Sequence[torch.device] = ()
         for value in body.args:
             if isinstance(value, Tensor) and not value.is_cpu:
