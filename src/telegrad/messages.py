@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 WORKER_BITS = 15  # ids are worker_id << 48 | counter, and fit a signed 64-bit integer
 COUNTER_BITS = 48
@@ -154,6 +154,7 @@ class Failure(msgspec.Struct, frozen=True):
     type_name: str
     text: str
     traceback: str
+    tensors: tuple[Any, ...] | None = None  # those in the exception that are followed
 
 
 _LONGEST_TEXT = 4000

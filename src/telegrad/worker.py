@@ -77,7 +77,7 @@ class Worker:
             member.name, self._poller, options.idle_thread_timeout, self._on_thread_start, self._tick
         )
         self._lease = ReadLease(self._poller, options.spin)
-        self._codec = Codec(member.id, hello.main, options.strict_devices)
+        self._codec = Codec(member.id, hello.main, options.strict_devices, options.plain)
         self._pending = PendingCalls(self._on_expired, self._threads.new_timer)
         self.contexts = Contexts(member.id, self.new_message_id)
         self.attach = Attach(member.id, self.contexts, self.new_message_id)

@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, Any
 from torch import is_grad_enabled
 
 from .._torch import BaseFuture, is_any_autocast_enabled
-from ..errors import CallTimeoutError, DecodeError, EncodeError, TooLargeError, TransportError
+from ..errors import (
+    CallTimeoutError,
+    DecodeError,
+    EncodeError,
+    GradientError,
+    MessageError,
+    TooLargeError,
+    TransportError,
+)
 from ..events import logger
 from ..gradients.contexts import Context
 from ..gradients.torch_modes import applied, restore_defaults
-from ..messages import Call, Envelope, Kind, Reply, shortened
+from ..messages import Call, Envelope, Failure, Kind, Reply, shortened
 from ..options import reversed_map
 from ..primitives import clock, current
 from ..serialization.codec import Codec
@@ -166,13 +174,8 @@ class Server:
         envelope = Envelope(_REPLY, worker.new_message_id(), call.id)
         if call.device_map is not None:
             envelope.device_map = reversed_map(call.device_map)
-        context: Context | None = None
-        if call.autograd is not None and call.autograd.context:
-            context = worker.attach.context_of(call)
-        elif not call.untracked and (call.modes is None or not call.modes.inference):
-            context = worker.contexts.plain  # the caller follows tensors outside of contexts
         try:
-            worker.send(connection, envelope, Reply(result), None, None, context)
+            worker.send(connection, envelope, Reply(result), None, None, self._context_of(call))
             self._serving.pop(call.id, None)
         except TransportError as error:
             self._give_up(connection, call, error)
@@ -180,6 +183,14 @@ class Server:
             if isinstance(error, EncodeError):
                 error = EncodeError(f"the result, a {type(result).__name__}, cannot be sent back: {error}")
             self._answer_failure(connection, call, error)
+
+    def _context_of(self, call: Envelope) -> Context | None:
+        """The context in which a call is answered."""
+        if call.autograd is not None and call.autograd.context:
+            return self._worker.attach.context_of(call)
+        if not call.untracked and (call.modes is None or not call.modes.inference):
+            return self._worker.contexts.plain  # the caller follows tensors outside of contexts
+        return None
 
     def _keep(self, creates: int, result: Any) -> Any:
         """Keeps the result here; what is answered instead."""
@@ -193,19 +204,35 @@ class Server:
         worker = self._worker
         try:
             text = "".join(traceback.format_exception(error))
-            failure = self._codec.encode_exception(error, text, connection.peer)
+            context = None if call.creates else self._context_of(call)
+            how = (context is not None, context is worker.contexts.plain)
+            failure = self._codec.encode_exception(error, text, connection.peer, *how)
             if call.creates:  # raised where the value is asked for
                 worker.references.set_error(call.creates, error)
             error.__traceback__ = None  # an exception that is kept must not keep our frames, and what they hold
+            if failure.tensors is not None:
+                try:
+                    self._send_failure(connection, call, failure, context)
+                    return
+                except (MessageError, GradientError):  # the context has ended, or a device has no map
+                    failure = self._codec.encode_exception(error, text, connection.peer)
             try:
-                worker.send(connection, Envelope(Kind.FAILURE, worker.new_message_id(), call.id), failure, None)
+                self._send_failure(connection, call, failure)
             except TooLargeError:
-                short = shortened(failure)
-                worker.send(connection, Envelope(Kind.FAILURE, worker.new_message_id(), call.id), short, None)
+                self._send_failure(connection, call, shortened(failure))
         except TransportError as lost:
             self._give_up(connection, call, lost)
         finally:
             self._serving.pop(call.id, None)
+
+    def _send_failure(
+        self, connection: Connection, call: Envelope, failure: Failure, context: Context | None = None
+    ) -> None:
+        worker = self._worker
+        envelope = Envelope(Kind.FAILURE, worker.new_message_id(), call.id)
+        if failure.tensors is not None and call.device_map is not None:
+            envelope.device_map = reversed_map(call.device_map)
+        worker.send(connection, envelope, failure, None, None, context)
 
     def _give_up(self, connection: Connection, call: Envelope, error: BaseException) -> None:
         self._serving.pop(call.id, None)

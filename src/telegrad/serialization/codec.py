@@ -48,6 +48,7 @@ from .by_name import Names
 from .devices import NO_MAP, StrictTargets, Targets, UnmappedDeviceError, check_all_here
 from .handles import Handle
 from .pickling_state import Outgoing
+from .severed import IN_EXCEPTION, IN_MODULE
 from .values import Attach, Values, check_bare, reason_of
 
 Control = Begin | Done | End | Release | Hold | Drop | Return | Forget  # with no tensors in them, and nothing of users'
@@ -94,9 +95,10 @@ class Packed(Frames, eq=False):
 class Codec(Values):
     """One worker's codec. Any number of threads encode and decode at once."""
 
-    def __init__(self, worker_id: int, main: str, strict_devices: bool = False) -> None:
+    def __init__(self, worker_id: int, main: str, strict_devices: bool = False, follows: bool = True) -> None:
         super().__init__(worker_id)
         self._strict = strict_devices
+        self._follows = follows  # tensors outside of contexts: what is untracked then is a call of telegrad's own
         self._main = main or None  # None: not known, and so no peer's
         self._names = Names()
         self.unanswered = self.definitions.unanswered  # not empty: tell `on_answer` of answers
@@ -113,8 +115,8 @@ class Codec(Values):
         plain: bool = False,
     ) -> Packed:
         """A body as bytes; with `track`, also the tensors in it that require grad; `plain`: but for those in modules,
-        which are copies with leaves of their own. Only the kind, the id and the device map of the envelope must be
-        known by now. What is in CONTROLS needs none of this: see encode_control.
+        which are copies with leaves of their own. Of the envelope only the kind, the id, the device map and `untracked`
+        must be known by now. What is in CONTROLS needs none of this: see encode_control.
 
         Raises:
             EncodeError: something in the body cannot be pickled, or not tracked, or is on a device that no map names.
@@ -126,7 +128,9 @@ class Codec(Values):
             targets = Targets(envelope.device_map)
         message = Outgoing(peer.id, peer.main == self._main, [] if track else None, targets, connection)
         if plain:
-            message.in_modules = set()
+            message.in_modules, message.severed = set(), IN_MODULE
+        elif envelope.untracked and self._follows:
+            message.severed = IN_MODULE
         try:
             name, values, shape = b"", None, _FIELDS
             if type(body) is Call and (
@@ -236,16 +240,23 @@ class Codec(Values):
 
     # -- exceptions ------------------------------------------------------------------------------------
 
-    def encode_exception(self, error: BaseException, traceback: str, peer: Hello) -> Failure:
-        """An exception as a body that can always be sent."""
+    def encode_exception(
+        self, error: BaseException, traceback: str, peer: Hello, track: bool = False, plain: bool = False
+    ) -> Failure:
+        """An exception as a body. With `track` and `plain` as in `pack`, tensors in it that require grad stand beside
+        it; else they are severed, and the body can always be sent."""
         # It is unpickled by itself, and perhaps never, so it carries nothing.
-        message = Outgoing(peer.id, peer.main == self._main, carried=None, handles=None)
+        message = Outgoing(peer.id, peer.main == self._main, [] if track else None, carried=None, handles=None)
+        message.severed = IN_EXCEPTION
+        if plain or not track:
+            message.in_modules = set()
         try:
-            pickled, _ = self.dump_nested((error,), message, in_band=True)
+            pickled = self._pickle((error,), message, [], None)
+            tensors = tuple(message.tracked) if message.tracked else None
         except BaseException as failed:
             if is_interrupt(failed):
                 raise
-            pickled = b""  # it arrives as a RemoteError
+            pickled, tensors = b"", None  # it arrives as a RemoteError
         try:
             text = interruptible(str, error)
         except BaseException as failed:
@@ -253,14 +264,14 @@ class Codec(Values):
                 raise
             text = text_of(error)
         name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
-        return Failure(pickled, name, text, traceback)
+        return Failure(pickled, name, text, traceback, tensors)
 
     def decode_exception(self, failure: Failure, worker: str) -> BaseException:
         """The exception of its own type where that can be rebuilt, else a RemoteError."""
         error = None
         if failure.exception:
             try:
-                (error,) = self.load(memoryview(failure.exception), [])
+                (error,) = self.load(memoryview(failure.exception), [], tracked=failure.tensors or ())
             except BaseException as failed:
                 if is_interrupt(failed):
                     raise

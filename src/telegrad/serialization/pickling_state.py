@@ -33,8 +33,11 @@ class Outgoing(msgspec.Struct, eq=False):
     keep: list[Any] = []  # what the memory of tensors belongs to
     carried: list[Definition] | None = []  # None: it cannot carry any
     handles: list[Handle] | None = []  # None: it cannot carry any
-    # The addresses of tensors in modules, which are not tracked outside of contexts; None in one.
+    # The addresses of tensors in modules, which are not tracked outside of contexts nor in exceptions; else None.
     in_modules: set[int] | None = None
+    # Where tensors that are not tracked lose their history: all that have one, and leaves too, if `in_modules` is a set
+    # that lacks them. See severed.py. Empty: they arrive as leaves.
+    severed: str = ""
 
 
 class unpickling:

@@ -31,7 +31,8 @@ from .by_value_cache import Definitions
 from .handles import Handle
 from .namespaces import Namespaces, is_by_value, is_definition
 from .pickling_state import Outgoing, unpickling
-from .tensors import FLAGS, REQUIRES_GRAD, describe, rebuild, reduce_tensor, reduce_tracked
+from .severed import IN_DEFINITION
+from .tensors import FLAGS, REQUIRES_GRAD, describe, rebuild, reduce_severed, reduce_tensor, reduce_tracked
 from .torch_objects import is_named_by_torch, reduce_named_by_torch
 
 # Gives received tensors their history.
@@ -152,7 +153,7 @@ class Values:
 
     def _dump_definition(self, value: Any, made_of: Dependencies) -> bytes:
         """Pickles a definition, with all that it needs."""
-        message = Outgoing(-1, same_main=False)
+        message = Outgoing(-1, same_main=False, severed=IN_DEFINITION)
         file = io.BytesIO()
         pickler = ByValuePickler(file, None, self.namespaces, lambda obj: _reduce_data(obj, message), made_of)
         try:
@@ -241,6 +242,10 @@ def _no_handle(id: int, owner: int) -> Any:
 
 def _reduce_data(obj: Any, message: Outgoing) -> Any:
     if issubclass(type(obj), torch.Tensor):
+        if message.severed and obj.requires_grad:
+            in_modules = message.in_modules
+            if obj.grad_fn is not None or (in_modules is not None and id(obj) not in in_modules):
+                return reduce_severed(obj, message.severed)
         return reduce_tensor(obj, message)
     if is_named_by_torch(obj):
         return reduce_named_by_torch(obj, message.same_main)
