@@ -76,6 +76,7 @@ class Envelope(msgspec.Struct, array_like=True, omit_defaults=True):
     lane: tuple[Offer | Answer, ...] = ()  # about device memory: any message can carry it
     forgotten: tuple[int, ...] = ()  # as in Forget: any message can carry it
     untracked: bool = False  # of a Call outside of contexts: tensors that require grad are leaves in it and its answer
+    changed: str = ""  # of a Reply: the arguments that the function has changed in place
 
 
 class Modes(msgspec.Struct, frozen=True, array_like=True):

@@ -18,6 +18,7 @@ from .._torch import tree_leaves, tree_map
 from ..optim.owner import settle
 from ..optim.remote_tensor import Key, Row, to_rows
 from ..rref import RRef, value_here
+from ..runtime.changes import CALLS_USERS
 
 Hook = Callable[..., Any]
 
@@ -54,6 +55,14 @@ def forward_by_map(id: int, /, *args: Any, **kwargs: Any) -> Any:
     if device.type != "cpu":
         args, kwargs = _moved((args, kwargs), device)
     return module(*args, **kwargs)
+
+
+def _call_of_module(id: int, /, *args: Any, **kwargs: Any) -> tuple[Callable[[], str], tuple[Any, ...], dict[str, Any]]:
+    return lambda: f"{type(value_here(id)).__qualname__}.forward", args, kwargs
+
+
+for _function in (forward, forward_by_map):
+    setattr(_function, CALLS_USERS, _call_of_module)
 
 
 def _device_of(module: nn.Module) -> torch.device:

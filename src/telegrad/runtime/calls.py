@@ -42,7 +42,7 @@ from ..primitives.interrupts import blocking, getsignal, in_finaliser, on_signal
 from ..references.entries import Entry, Held
 from ..serialization.codec import Body, Codec
 from ..transport.base import Connection
-from . import profiled_calls
+from . import changes, profiled_calls
 from .arguments import checked
 from .call_errors import why_no_answer, why_not_sent
 from .peers import Peer, Peers
@@ -328,7 +328,8 @@ class Calls:
         future = call.future
         if future is None:
             if not call.caller_waits:
-                if call.profiled is not None:  # the answer says what the creation cost
+                if call.profiled is not None or (call.envelope is not None and call.envelope.changed):
+                    # The answer says what the creation cost, or what it has changed.
                     self.threads.submit(partial(self._open_answer, call))
                 else:
                     call.frames = None  # a creation's answer says nothing more, and its handle keeps the call
@@ -388,6 +389,8 @@ class Calls:
             assert envelope is not None and frames is not None
             call.frames = None  # a large result must not live as long as the future
             frames.deadline = call.deadline
+            if envelope.changed:
+                logger.warning("%s", changes.warning(call.peer, envelope.changed))
             try:
                 body = self._worker.decode(envelope, frames, call.context)
                 if type(body) is Failure:

@@ -28,6 +28,7 @@ from ..primitives import clock, current
 from ..serialization.codec import Codec
 from ..transport.base import Connection
 from . import profiled_calls
+from .changes import PLAIN, Watched, changed, watch
 from .threads import Threads
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Server:
         self._threads = threads
         self._serving: dict[int, str] = {}  # callers, by message id; its single operations are atomic
         self._slow: set[str] = set()  # functions that took long the last time
+        self._told: set[tuple[str, str]] = set()  # callers and functions: that its arguments were changed
         self._closed = False
         self.calls_served = 0
 
@@ -85,13 +87,13 @@ class Server:
                 )
             if envelope.modes is None:
                 try:
-                    result, is_async = self._run(message)
+                    result, is_async, changed = self._run(message)
                 finally:
                     if not is_grad_enabled() or is_any_autocast_enabled():
                         restore_defaults()
             else:
                 with applied(envelope.modes):
-                    result, is_async = self._run(message)
+                    result, is_async, changed = self._run(message)
         except BaseException as error:
             self._answer_failure(connection, envelope, error)
             return
@@ -107,10 +109,11 @@ class Server:
                 lambda future: self._threads.submit(partial(self._answer_future, connection, envelope, future))
             )
         else:
-            self._answer(connection, envelope, result)
+            self._answer(connection, envelope, result, changed)
 
-    def _run(self, message: Incoming) -> tuple[Any, bool]:
-        """Runs the function: its result, and whether that is a future whose value is the answer."""
+    def _run(self, message: Incoming) -> tuple[Any, bool, str]:
+        """Runs the function: its result; whether that is a future whose value is the answer; and which arguments were
+        changed in place, if the caller was not told yet."""
         envelope, thread = message.envelope, current.thread
         try:
             call = self._worker.decode(envelope, message.frames)
@@ -127,6 +130,9 @@ class Server:
         name = getattr(function, "__qualname__", "")
         if name in self._slow and thread.relieve is not None:
             thread.relieve()
+        watched = None
+        if (call.kwargs or not PLAIN.issuperset(map(type, call.args))) and not hasattr(function, ASYNC_MARK):
+            watched = watch(call, name)
         began = clock.now()
         try:
             thread.critical = 0  # users' code: see interrupts.py
@@ -147,8 +153,22 @@ class Server:
                     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                     f"{name} returned a {type(profiled_calls.value_of(result)).__name__}"
                 )
-            return result, True
-        return result, hasattr(function, MAY_WAIT) and isinstance(result, BaseFuture)
+            return result, True, ""
+        changes = self._changes_of(envelope, watched, result) if watched is not None else ""
+        return result, hasattr(function, MAY_WAIT) and isinstance(result, BaseFuture), changes
+
+    def _changes_of(self, call: Envelope, watched: Watched, result: Any) -> str:
+        """Says which arguments a function has changed in place, the first time that it does so for a caller."""
+        what = changed(watched, profiled_calls.value_of(result))
+        if not what:
+            return ""
+        name = watched.name if isinstance(watched.name, str) else watched.name()
+        key = (self._serving.get(call.id, ""), name)
+        if key in self._told:
+            return ""
+        if len(self._told) < _MOST_SLOW:
+            self._told.add(key)
+        return f"{what} of {name}"
 
     def _run_profiled(self, envelope: Envelope, call: Call, name: str) -> Any:
         """Runs the function: its result, with what it cost where the caller asks for that."""
@@ -167,11 +187,11 @@ class Server:
         else:
             self._answer(connection, call, result)
 
-    def _answer(self, connection: Connection, call: Envelope, result: Any) -> None:
+    def _answer(self, connection: Connection, call: Envelope, result: Any, changed: str = "") -> None:
         worker = self._worker
         if call.creates:
             result = self._keep(call.creates, result)
-        envelope = Envelope(_REPLY, worker.new_message_id(), call.id)
+        envelope = Envelope(_REPLY, worker.new_message_id(), call.id, changed=changed)
         if call.device_map is not None:
             envelope.device_map = reversed_map(call.device_map)
         try:
