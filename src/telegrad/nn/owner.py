@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import tree_leaves, tree_map
 from ..optim.owner import settle
 from ..optim.remote_tensor import Key, Row, to_rows
+from ..optim.snapshot import snapshot
 from ..rref import RRef, value_here
 from ..runtime.changes import CALLS_USERS
 
@@ -57,11 +58,24 @@ def forward_by_map(id: int, /, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
+def forward_of_snapshot(id: int, /, *args: Any, **kwargs: Any) -> Any:
+    with snapshot(value_here(id).parameters()):
+        return forward(id, *args, **kwargs)
+
+
+def forward_of_snapshot_by_map(id: int, /, *args: Any, **kwargs: Any) -> Any:
+    with snapshot(value_here(id).parameters()):
+        return forward_by_map(id, *args, **kwargs)
+
+
 def _call_of_module(id: int, /, *args: Any, **kwargs: Any) -> tuple[Callable[[], str], tuple[Any, ...], dict[str, Any]]:
     return lambda: f"{type(value_here(id)).__qualname__}.forward", args, kwargs
 
 
-for _function in (forward, forward_by_map):
+# Without a device map of the caller's, and with one.
+FORWARDS = forward, forward_by_map
+SNAPSHOT_FORWARDS = forward_of_snapshot, forward_of_snapshot_by_map
+for _function in (*FORWARDS, *SNAPSHOT_FORWARDS):
     setattr(_function, CALLS_USERS, _call_of_module)
 
 

@@ -108,8 +108,9 @@ def _inside(value: Any) -> Sequence[Any]:
     if isinstance(value, dict):
         return list(dict.values(value)) if value else ()
     if isinstance(value, list | tuple):
-        is_plain = len(value) > _LONG and type(value[0]) in PLAIN and type(value[-1]) in PLAIN
-        return () if is_plain else (list if isinstance(value, list) else tuple).__getitem__(value, slice(_MOST))
+        at: Any = list.__getitem__ if isinstance(value, list) else tuple.__getitem__
+        is_plain = len(value) > _LONG and type(at(value, 0)) in PLAIN and type(at(value, -1)) in PLAIN
+        return () if is_plain else at(value, slice(_MOST))
     if isinstance(value, set | frozenset | deque):
         return list(value)
     if isinstance(value, _OPAQUE):
