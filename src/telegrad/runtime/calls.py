@@ -42,7 +42,7 @@ from ..primitives.interrupts import blocking, getsignal, in_finaliser, on_signal
 from ..references.entries import Entry, Held
 from ..serialization.codec import Body, Codec
 from ..transport.base import Connection
-from . import changes, profiled_calls
+from . import changes, missing, profiled_calls
 from .arguments import checked
 from .call_errors import why_no_answer, why_not_sent
 from .peers import Peer, Peers
@@ -69,6 +69,8 @@ class Calls:
     ) -> None:
         self._worker = worker
         self._codec = codec
+        codec.ask_for = partial(missing.ask_for, worker)
+        self.definition_for = codec.definitions.for_peer
         self.peers = peers
         self._pending = pending
         self.reader = reader

@@ -69,6 +69,7 @@ _REPLY = int(Kind.REPLY)
 
 _HEAD = struct.Struct("<BH")  # what the values are, and the length of the function's name
 _FIELDS, _ARGS, _ARGS_AND_KWARGS = 0, 1, 2  # the body's fields; the arguments of a call by name
+_OF_MAIN = b"__main__:"
 _CARRIES = 0x80  # added to the above: the second buffer has definitions
 
 
@@ -134,7 +135,7 @@ class Codec(Values):
         try:
             name, values, shape = b"", None, _FIELDS
             if type(body) is Call and (
-                name := self._names.name_of(body.function, same_main=message.same_main)
+                name := self._names.name_of(body.function, same_main=message.same_main and not self.definitions.lacking)
                 or self.definitions.name_of(body.function, message)
             ):
                 shape = _ARGS_AND_KWARGS if body.kwargs else _ARGS
@@ -216,7 +217,7 @@ class Codec(Values):
             function = None
             if length:
                 name = bytes(skeleton[_HEAD.size : start])
-                function = self._names.resolve(name) if name[0] else self.definitions.resolve(name)
+                function = self._resolve(name, sender) if name[0] else self.definitions.resolve(name)
             with_devices = frames if frames.arrived else None
             values = self.load(memoryview(skeleton)[start:], buffers, sender, attach, (), with_devices)
             if envelope.kind == Kind.GRADIENTS:
@@ -229,6 +230,14 @@ class Codec(Values):
         finally:
             if carried is not None and sender in self.definitions.lost:
                 self.definitions.forget(sender)  # it was lost before its message was decoded
+
+    def _resolve(self, name: bytes, sender: int) -> Any:
+        try:
+            return self._names.resolve(name)
+        except AttributeError:
+            if not name.startswith(_OF_MAIN):
+                raise
+            return self.of_main(sender, name.removeprefix(_OF_MAIN).decode())
 
     def on_answer(self, peer: int, envelope: Envelope) -> None:
         """Notes an answer, which may never be decoded: its sender has run the call, unless it is a Failure."""

@@ -74,6 +74,12 @@ def defined(owner: int, number: int) -> Any:
     return arriving().at.definitions.get(owner, number)
 
 
+def of_main(qualname: str) -> Any:
+    """In a pickle: a function or class of `__main__`, of a worker that runs the same script."""
+    message = arriving()
+    return message.at.of_main(message.sender, qualname)
+
+
 def received_handle(id: int, owner: int) -> Any:
     """In a pickle: the worker that it came to, and its entry for a value of a worker."""
     return arriving().at.handle(id, owner)

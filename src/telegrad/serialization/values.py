@@ -11,6 +11,7 @@ get their history, and then take their places among the values.
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 import struct
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from ..transport.base import Buffer, Frames
 from .by_value import ByValuePickler, Dependencies
 from .by_value_cache import Definitions
 from .handles import Handle
-from .namespaces import Namespaces, is_by_value, is_definition
+from .namespaces import Namespaces, is_by_value, is_definition, module_attribute
 from .pickling_state import Outgoing, unpickling
 from .severed import IN_DEFINITION
 from .tensors import FLAGS, REQUIRES_GRAD, describe, rebuild, reduce_severed, reduce_tensor, reduce_tracked
@@ -71,6 +72,7 @@ class Values:
     def __init__(self, worker_id: int) -> None:
         self.namespaces = Namespaces(worker_id)
         self.definitions = Definitions(self.namespaces, self._dump_definition)
+        self.ask_for: Callable[[int, str], bytes | None] = lambda sender, name: None  # a definition of its `__main__`
         self.handle: Callable[[int, int], Any] = _no_handle  # the worker, and its entry for a handle that came
 
     # -- pickling --------------------------------------------------------------------------------------
@@ -220,6 +222,25 @@ class Values:
         no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
         with no_inference, unpickling(self, sender, tracked, frames):
             return interruptible(partial(pickle.loads, pickled, buffers=buffers))
+
+    def of_main(self, sender: int | None, qualname: str) -> Any:
+        """What the `__main__` of this worker has under a name; else what the sender's has, which is asked for it.
+
+        Raises:
+            AttributeError: neither has it.
+        """
+        try:
+            return module_attribute("__main__", qualname)
+        except AttributeError:
+            top, *path = qualname.split(".")
+            blob = None
+            if sender is not None and sender != self.namespaces.worker_id:
+                blob = interruptible(self.ask_for, sender, top)
+            if blob is None:
+                raise
+        with unpickling(self, sender):
+            found = interruptible(self.definitions.adopt, blob, sender)
+        return operator.attrgetter(".".join(path))(found) if path else found
 
     def load_definitions(self, carried: Buffer, sender: int) -> None:
         """Rebuilds the definitions that a message carries."""
