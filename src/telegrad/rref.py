@@ -25,7 +25,7 @@ from .primitives.futures import Future
 from .primitives.interrupts import critical, finaliser, getsignal, on_signal
 from .primitives.untraced import untraced_methods
 from .references.entries import Entry, Owned
-from .runtime.changes import CALLS_USERS
+from .runtime.changes import calls_users
 from .runtime.pending import UNSET_TIMEOUT, effective_timeout
 from .runtime.serving import MAY_WAIT
 from .serialization.handles import Handle
@@ -305,7 +305,7 @@ def _invoke(value: RRef[Any] | int, name: str, args: tuple[Any, ...], kwargs: di
     return getattr(value_here(value), name)(*args, **kwargs)
 
 
-setattr(_invoke, CALLS_USERS, lambda value, name, args, kwargs: (name, args, kwargs))
+calls_users(_invoke, lambda value, name, args, kwargs: (lambda: name, (args, kwargs)))
 
 
 def _type_of(value: RRef[Any]) -> type:

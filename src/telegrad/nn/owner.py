@@ -19,7 +19,7 @@ from ..optim.owner import settle
 from ..optim.remote_tensor import Key, Row, to_rows
 from ..optim.snapshot import snapshot
 from ..rref import RRef, value_here
-from ..runtime.changes import CALLS_USERS
+from ..runtime.changes import Arguments, calls_users
 
 Hook = Callable[..., Any]
 
@@ -68,15 +68,15 @@ def forward_of_snapshot_by_map(id: int, /, *args: Any, **kwargs: Any) -> Any:
         return forward_by_map(id, *args, **kwargs)
 
 
-def _call_of_module(id: int, /, *args: Any, **kwargs: Any) -> tuple[Callable[[], str], tuple[Any, ...], dict[str, Any]]:
-    return lambda: f"{type(value_here(id)).__qualname__}.forward", args, kwargs
+def _call_of_module(id: int, /, *args: Any, **kwargs: Any) -> tuple[Callable[[], str], Arguments]:
+    return lambda: f"{type(value_here(id)).__qualname__}.forward", (args, kwargs)
 
 
 # Without a device map of the caller's, and with one.
 FORWARDS = forward, forward_by_map
 SNAPSHOT_FORWARDS = forward_of_snapshot, forward_of_snapshot_by_map
 for _function in (*FORWARDS, *SNAPSHOT_FORWARDS):
-    setattr(_function, CALLS_USERS, _call_of_module)
+    calls_users(_function, _call_of_module)
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -132,7 +132,7 @@ class Server:
             thread.relieve()
         watched = None
         if (call.kwargs or not PLAIN.issuperset(map(type, call.args))) and not hasattr(function, ASYNC_MARK):
-            watched = watch(call, name)
+            watched = watch(call)
         began = clock.now()
         try:
             thread.critical = 0  # users' code: see interrupts.py
@@ -154,15 +154,15 @@ class Server:
                     f"{name} returned a {type(profiled_calls.value_of(result)).__name__}"
                 )
             return result, True, ""
-        changes = self._changes_of(envelope, watched, result) if watched is not None else ""
+        changes = self._changes_of(envelope, name, watched, result) if watched is not None else ""
         return result, hasattr(function, MAY_WAIT) and isinstance(result, BaseFuture), changes
 
-    def _changes_of(self, call: Envelope, watched: Watched, result: Any) -> str:
+    def _changes_of(self, call: Envelope, name: str, watched: Watched, result: Any) -> str:
         """Says which arguments a function has changed in place, the first time that it does so for a caller."""
         what = changed(watched, profiled_calls.value_of(result))
         if not what:
             return ""
-        name = watched.name if isinstance(watched.name, str) else watched.name()
+        name = name if watched[0] is None else watched[0]()
         key = (self._serving.get(call.id, ""), name)
         if key in self._told:
             return ""
