@@ -636,6 +636,43 @@ def test_the_gradients_of_a_batched_grad_tell_so() -> None:
     assert seen.pop() and not _torch.is_batched(x)
 
 
+@fact_of("is_wrapped_by_transform", "is_functional", "transform_level", "transforms")
+def test_a_tensor_of_a_transform_has_no_memory_and_names_its_transform() -> None:
+    found: list[tuple[str, int | None]] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        assert _torch.is_wrapped_by_transform(x)
+        names = [t.key().name for t in _torch.transforms() if t.level() == _torch.transform_level(x)]
+        try:
+            address = x.data_ptr()
+        except RuntimeError:
+            address = None
+        found.append((*names, address))
+        assert _torch.is_functional(x) == (names == ["Functionalize"])
+        return x.sum()
+
+    x = torch.ones(2)
+    torch.func.vmap(look)(x)
+    torch.func.grad(look)(x)
+    torch.func.jvp(look, (x,), (x,))
+    torch.func.functionalize(look)(x)
+    assert found == [("Vmap", None), ("Grad", None), ("Jvp", None), ("Functionalize", 0)]
+    assert not _torch.transforms()
+    assert not _torch.is_wrapped_by_transform(x)
+
+
+@fact_of("dual_level")
+def test_tangents_live_in_a_dual_level_only() -> None:
+    forward_ad = torch.autograd.forward_ad
+    assert _torch.dual_level() < 0
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        assert _torch.dual_level() >= 0
+        assert forward_ad.unpack_dual(dual).tangent is not None
+        assert forward_ad.unpack_dual(dual.detach()).tangent is None
+    assert _torch.dual_level() < 0
+
+
 def test_the_python_object_of_a_function_lives_as_long_as_its_node() -> None:
     """And can be referred to weakly. What is put into the metadata of a node goes with it."""
     died: list[Any] = []

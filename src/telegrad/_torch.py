@@ -34,6 +34,11 @@ is_in_tls = _C._is_key_in_tls
 bind_apply = _C._FunctionBase.__dict__["apply"].__get__
 is_batched = _C._functorch.is_batchedtensor
 is_batched_by_autograd = _C._functorch.is_legacy_batchedtensor
+is_wrapped_by_transform = _C._functorch.is_functorch_wrapped_tensor
+is_functional = cast(Any, torch)._is_functional_tensor
+transform_level = _C._functorch.maybe_get_level
+transforms = _C._functorch.get_interpreter_stack
+dual_level = partial(getattr, torch.autograd.forward_ad, "_current_level")
 is_any_autocast_enabled = _C._is_any_autocast_enabled
 len_torch_function_stack = _C._len_torch_function_stack
 

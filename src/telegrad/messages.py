@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 WORKER_BITS = 15  # ids are worker_id << 48 | counter, and fit a signed 64-bit integer
 COUNTER_BITS = 48
@@ -78,6 +78,7 @@ class Envelope(msgspec.Struct, array_like=True, omit_defaults=True):
     lane: tuple[Offer | Answer, ...] = ()  # about device memory: any message can carry it
     forgotten: tuple[int, ...] = ()  # as in Forget: any message can carry it
     untracked: bool = False  # of a Call outside of contexts: tensors that require grad are leaves in it and its answer
+    changed: str = ""  # of a Reply: the arguments that the function has changed in place
 
 
 class Modes(msgspec.Struct, frozen=True, array_like=True):
@@ -158,6 +159,7 @@ class Failure(msgspec.Struct, frozen=True):
     type_name: str
     text: str
     traceback: str
+    tensors: tuple[Any, ...] | None = None  # those in the exception that are followed
 
 
 _LONGEST_TEXT = 4000

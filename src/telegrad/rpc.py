@@ -98,7 +98,9 @@ def init_rpc(
             raise AlreadyStartedError(
                 f"RPC is already initialized in this process, as worker {running.name!r}; call shutdown() first"
             )
-        method = init_method or getattr(rpc_backend_options, "init_method", None) or "env://"
+        method = init_method
+        if method is None:
+            method = getattr(rpc_backend_options, "init_method", None) or "env://"
         store, rank, world_size = open_store(method, rank, world_size, chosen.init_timeout)
         group = Group(store, world_size, chosen.init_timeout)
         worker = Worker.start(name, group, chosen, rank=rank)
@@ -138,7 +140,7 @@ def rpc_sync(
 
     `timeout` is in seconds: Options.rpc_timeout by default; 0 means no limit. It raises what Worker.call raises.
     """
-    return current_worker().calls.call(to, func, args or (), kwargs, timeout)
+    return current_worker().calls.call(to, func, () if args is None else args, kwargs, timeout)
 
 
 @untraced
@@ -150,7 +152,7 @@ def rpc_async(
     timeout: float = UNSET_TIMEOUT,
 ) -> Future:
     """Like rpc_sync, but returns a torch Future at once. It can be waited for, chained, and awaited."""
-    return current_worker().calls.call_async(to, func, args or (), kwargs, timeout)
+    return current_worker().calls.call_async(to, func, () if args is None else args, kwargs, timeout)
 
 
 @untraced
@@ -165,7 +167,7 @@ def remote(
 
     What the function raises shows when the value is asked for. `timeout` limits how long its creation may take.
     """
-    return create(current_worker(), to, func, args or (), kwargs, timeout)
+    return create(current_worker(), to, func, () if args is None else args, kwargs, timeout)
 
 
 @untraced

@@ -25,6 +25,7 @@ from .primitives.futures import Future
 from .primitives.interrupts import critical, finaliser, getsignal, on_signal
 from .primitives.untraced import untraced_methods
 from .references.entries import Entry, Owned
+from .runtime.changes import calls_users
 from .runtime.pending import UNSET_TIMEOUT, effective_timeout
 from .runtime.serving import MAY_WAIT
 from .serialization.handles import Handle
@@ -313,6 +314,9 @@ def value_here(value: RRef[Any] | int) -> Any:
 @_may_wait
 def _invoke(value: RRef[Any] | int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return getattr(value_here(value), name)(*args, **kwargs)
+
+
+calls_users(_invoke, lambda value, name, args, kwargs: (lambda: name, (args, kwargs)))
 
 
 def _type_of(value: RRef[Any]) -> type:

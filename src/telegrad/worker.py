@@ -31,7 +31,7 @@ from .primitives.text import check_name
 from .references.entries import Entry, Held
 from .references.table import References
 from .rendezvous.group import Group, this_host
-from .runtime import context_ends, device_maps, shutdown
+from .runtime import arguments, context_ends, device_maps, shutdown
 from .runtime.broadcast import ask
 from .runtime.calls import Calls
 from .runtime.creations import Creations
@@ -77,7 +77,7 @@ class Worker:
         )
         self.events.submit = self._threads.submit
         self._lease = ReadLease(self._poller, options.spin)
-        self._codec = Codec(member.id, hello.main, options.strict_devices, copies_parameters=not options.plain)
+        self._codec = Codec(member.id, hello.main, options.strict_devices, options.plain)
         self._pending = PendingCalls(self._on_expired, self._threads.new_timer, self._threads.submit)
         self.contexts = Contexts(member.id, self.new_message_id)
         self.attach = Attach(member.id, self.contexts, self.new_message_id)
@@ -346,7 +346,7 @@ class Worker:
         if self.closed_because or os.getpid() != self._pid:
             self.check_open()
         create = self.creations.create if current.thread.critical == 1 else self.creations.create_later
-        return create(to, Call(function, tuple(args), kwargs or None), timeout)
+        return create(to, Call(function, *arguments.checked(args, kwargs)), timeout)
 
     def creation_of(self, entry: Held) -> Future:
         """The future of a value's creation: done when that is known."""

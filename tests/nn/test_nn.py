@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -22,6 +23,7 @@ import telegrad
 from telegrad import autograd, errors, rpc
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
+from telegrad.optim import owner as owner_side
 from telegrad.primitives.current import current_worker
 from telegrad.rpc import RRef
 
@@ -155,6 +157,15 @@ def test_what_it_says_of_itself():
     other = RemoteModule.init_from_module_rref("a", there.module_rref)
     assert repr(other) == "RemoteModule(on='a', device='cpu')"
     assert ask(there, "out_features") == 2
+
+
+def test_arguments_of_the_class_are_a_tuple_and_a_dict():
+    for wrong in (4, 0, torch.zeros(1), {"in_features": 4}):
+        with pytest.raises(TypeError, match=r"args is a tuple, not a \w+; did you mean"):
+            RemoteModule("a", nn.Linear, wrong)
+    with pytest.raises(TypeError, match="kwargs is a dict, not a list"):
+        RemoteModule("a", nn.Linear, (4, 2), [])
+    assert ask(RemoteModule("a", nn.Linear, [4, 2]), "out_features") == 2
 
 
 def test_a_worker_by_its_number():
@@ -881,3 +892,153 @@ def test_a_dead_owner(server):
             RemoteModule("a", nn.Linear, (4, 2))(x(False))
         other = RemoteModule("b", nn.Linear, (4, 2))
         assert other(x(False)).shape == (3, 2)
+
+
+# -- several trainers of one module ------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    """Its backward needs its parameters, in several forms, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.rnn = nn.GRU(3, 3)
+        seeded(self, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.first(torch.tanh(self.first(x)))) * self.scale**2
+        return self.rnn(y[None])[0][0]
+
+
+def step_of_another(module: RemoteModule) -> None:
+    optimizer = DistributedOptimizer(torch.optim.SGD, module.parameters(), lr=0.5)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [module(torch.ones(2, 3)).sum()])
+        optimizer.step(context_id)
+
+
+def gradients_of(module: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.to_here() if hasattr(p.grad, "to_here") else p.grad for p in module.parameters()]
+
+
+def test_a_snapshot_has_the_values_of_its_forward():
+    here, there = Deep(), RemoteModule("a", Deep, snapshot=True)
+    x = torch.rand(2, 3, requires_grad=True, generator=torch.Generator().manual_seed(0))
+    expected = torch.autograd.grad(here(x).sum(), [x, *here.parameters()])
+    for in_context in (False, True):
+        there.load_state_dict(here.state_dict())
+        if not in_context:
+            loss = there(x).sum()
+            rpc.rpc_sync("b", step_of_another, args=(there,))
+            loss.backward()
+            found = [x.grad, *gradients_of(there)]
+        else:
+            with autograd.context() as context_id:
+                loss = there(x).sum()
+                rpc.rpc_sync("b", step_of_another, args=(there,))
+                autograd.backward(context_id, [loss])
+                found = [autograd.get_gradients(context_id)[x]]
+                found += rpc.rpc_sync("a", gradients_there, args=(context_id, there.module_rref))
+        for mine, theirs in zip(expected, found, strict=True):
+            assert torch.equal(mine, theirs)
+    assert not torch.equal(there.state_dict()["scale"], here.scale)  # the others' steps have been made
+
+
+def gradients_there(context_id: int, rref: RRef) -> list[torch.Tensor]:
+    found = autograd.get_gradients(context_id)
+    return [found[p] for p in rref.local_value().parameters()]
+
+
+def test_without_a_snapshot_the_error_says_what_has_happened():
+    there = RemoteModule("a", Deep)
+    for in_context in (False, True):
+        x = torch.ones(2, 3, requires_grad=True)
+        context = autograd.context() if in_context else contextlib.nullcontext(0)
+        with context as context_id:
+            loss = there(x).sum()
+            rpc.rpc_sync("b", step_of_another, args=(there,))
+            with pytest.raises(
+                errors.BackwardError,
+                match=r"modified by an inplace.*step of another.*RemoteModule\(..., snapshot=True\)",
+            ):
+                autograd.backward(context_id, [loss]) if in_context else loss.backward()
+
+
+class Overwrites(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.exp(x)
+        y.add_(1)
+        return y
+
+
+def test_a_snapshot_refuses_what_else_was_changed_in_place():
+    there = RemoteModule("a", Overwrites, snapshot=True)
+    with pytest.raises(errors.BackwardError, match="modified by an inplace operation: a tensor of shape"):
+        there(torch.ones(2, requires_grad=True)).sum().backward()
+
+
+def train_shared(module: RemoteModule, steps: int) -> None:
+    for _ in range(steps):
+        step_of_another(module)
+
+
+def test_four_trainers_of_one_module():
+    there = RemoteModule("a", Deep, snapshot=True)
+    futures = [rpc.rpc_async(to, train_shared, args=(there, 5)) for to in ("b", "b", "driver", "driver")]
+    for future in futures:
+        future.wait()
+    sent = RemoteModule.init_from_module_rref("a", there.module_rref, snapshot=True)
+    assert rpc.rpc_sync("b", is_snapshot, args=(sent,))
+    assert not rpc.rpc_sync("b", is_snapshot, args=(RemoteModule("a", nn.Identity),))
+
+
+def is_snapshot(module: RemoteModule) -> bool:
+    return module._snapshot
+
+
+class HoldsForward(nn.Module):
+    inside, go_on = threading.Event(), threading.Event()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, *, wait: bool = False) -> torch.Tensor:
+        before = self.weight.detach().clone()
+        if wait:
+            self.inside.set()
+            assert self.go_on.wait(PATIENCE)
+        assert torch.equal(before, self.weight)
+        return x * self.weight
+
+
+def is_inside() -> bool:
+    return HoldsForward.inside.wait(PATIENCE)
+
+
+def let_it_go_on() -> None:
+    HoldsForward.go_on.set()
+
+
+def test_a_step_waits_for_the_forward_of_a_snapshot():
+    there = RemoteModule("a", HoldsForward, snapshot=True)
+    optimizer = DistributedOptimizer(torch.optim.SGD, there.parameters(), lr=0.5)
+    x = torch.ones(1)
+    future = there.forward_async(x, wait=True)
+    assert rpc.rpc_sync("a", is_inside)
+    there(x).sum().backward()  # forwards do not wait for each other
+    owner = optimizer._owners[0]
+    with pytest.raises(
+        errors.CallTimeoutError, match=r"timed out after .* waiting for the forward of a RemoteModule|RPC ran"
+    ):
+        rpc.rpc_sync("a", step_there, args=(owner.handle,), timeout=0.2)
+    rpc.rpc_sync("a", let_it_go_on)
+    future.wait()
+    optimizer.step()
+    assert there.state_dict()["weight"].item() == 0.5
+
+
+def step_there(handle: RRef) -> None:
+    owner_side.step(handle.entry.id, 0, None, None)

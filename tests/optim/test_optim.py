@@ -409,6 +409,8 @@ def test_hooks_of_the_optimizer():
     assert state["more"] == 1
     theirs.load_state_dict(state)
     assert seen == ["before step", "after step", "before state_dict", "before load", "after load"]
+    theirs.register_state_dict_post_hook(lambda *_: {})
+    assert theirs.state_dict() == {}
 
 
 def test_a_state_of_other_groups():

@@ -374,10 +374,10 @@ def test_an_envelope_survives(link):
 
 
 def test_an_envelope_is_fixed_when_it_is_encoded(link):
-    """Before that only its kind, id and device map are looked at, so a sender fills in the rest after the body was
-    packed."""
+    """Before that only kind, id, device map and `untracked` are looked at, so a sender fills in the rest after the body
+    was packed."""
     codec = link.near.codec
-    draft: Any = types.SimpleNamespace(kind=Kind.CALL, id=5, device_map=None)
+    draft: Any = types.SimpleNamespace(kind=Kind.CALL, id=5, device_map=None, untracked=False)
     packed = codec.pack(draft, telegrad.messages.Call(add, (1,), None), link.far.hello, track=True)
     envelope = Envelope(Kind.CALL, 5, timeout=1.5, creates=7, dropped=((1, 2),))
     packed.header = encode_envelope(envelope)

@@ -77,7 +77,8 @@ def wait_all(futures: list[Future]) -> list[Any]:
 
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False, **more: Any) -> None:
     """See telegrad.autograd.backward. As with torch, a root must be the result of something."""
-    for root in roots or ():
+    roots = autograd._tensors(roots, "roots")
+    for root in roots:
         if root.requires_grad and root.numel() == 1 and root.grad_fn is None:
             raise GradientError("root does not have a valid gradient function.")
     autograd.backward(context_id, roots, retain_graph, **more)

@@ -25,6 +25,13 @@ _MOST_LOOKING, _LEAST_LOOKING = 5.0, 1.0  # the same, before it is given up: a p
 _ADVICE = "No other worker has kept gradients of it; this one may have some in `.grad`: zero it before the next pass"
 _LOST = f"Its part of the graph is gone: run the forward pass again. {_ADVICE}"
 
+_OVERWRITTEN = "has been modified by an inplace operation"  # torch's words
+_STEPPED = (
+    "If that is a parameter of a module of several trainers, the step of another one has changed it between this one's "
+    "forward and backward: use RemoteModule(..., snapshot=True), which keeps the values of each forward, or let one "
+    "trainer at a time go from forward to step"
+)
+
 
 class RootedPass(msgspec.Struct, eq=False):
     """A pass that was begun here."""
@@ -105,6 +112,8 @@ def raise_error(root: RootedPass, context: Context, worker_id: int, host: Host) 
         worker = error.worker_id  # not the worker that noticed it
     name = host.name_of(worker)
     text = f"Error on Node {worker}: {text_of(error)} (worker {name!r}, in a backward pass)"
+    if _OVERWRITTEN in text:
+        text = f"{text}. {_STEPPED}"
     if awaited := _awaited(root, context, worker_id, host):
         text = f"{text}. {awaited}"
     if not context.id:

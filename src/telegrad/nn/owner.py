@@ -17,7 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import tree_leaves, tree_map
 from ..optim.owner import settle
 from ..optim.remote_tensor import Key, Row, to_rows
+from ..optim.snapshot import snapshot
 from ..rref import RRef, value_here
+from ..runtime.changes import Arguments, calls_users
 
 Hook = Callable[..., Any]
 
@@ -54,6 +56,27 @@ def forward_by_map(id: int, /, *args: Any, **kwargs: Any) -> Any:
     if device.type != "cpu":
         args, kwargs = _moved((args, kwargs), device)
     return module(*args, **kwargs)
+
+
+def forward_of_snapshot(id: int, /, *args: Any, **kwargs: Any) -> Any:
+    with snapshot(value_here(id).parameters()):
+        return forward(id, *args, **kwargs)
+
+
+def forward_of_snapshot_by_map(id: int, /, *args: Any, **kwargs: Any) -> Any:
+    with snapshot(value_here(id).parameters()):
+        return forward_by_map(id, *args, **kwargs)
+
+
+def _call_of_module(id: int, /, *args: Any, **kwargs: Any) -> tuple[Callable[[], str], Arguments]:
+    return lambda: f"{type(value_here(id)).__qualname__}.forward", (args, kwargs)
+
+
+# Without a device map of the caller's, and with one.
+FORWARDS = forward, forward_by_map
+SNAPSHOT_FORWARDS = forward_of_snapshot, forward_of_snapshot_by_map
+for _function in (*FORWARDS, *SNAPSHOT_FORWARDS):
+    calls_users(_function, _call_of_module)
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -23,6 +23,7 @@ from ..gradients.plain import untracked
 from ..optim.remote_tensor import RemoteBuffer, RemoteParameter, RemoteTensor, check_no_pass, from_rows
 from ..primitives.current import current_worker
 from ..rref import RRef
+from ..runtime.arguments import checked
 from ..serialization.handles import Handle
 from . import owner as remote
 from .owner import Hook
@@ -53,6 +54,8 @@ class RemoteModule(nn.Module):
         remote_device: "worker", "worker/cpu", "worker/cuda:0" or "rank:0/cpu": the worker and the device there. A
             device alone is one of this worker.
         module_cls: the module's class, or a function that makes one, called on that worker with `args` and `kwargs`.
+        snapshot: for several trainers of one module: backward uses the values that parameters had in its forward,
+            where another trainer has stepped meanwhile. See docs/modules-and-optimizers.md.
 
     The module is made while the program goes on; an error in that shows on use. It can be sent to other workers, where
     it stands for the same module; attributes of the object here, such as hooks, do not go along.
@@ -69,6 +72,7 @@ class RemoteModule(nn.Module):
     on: str | int
     device: str
     _what: str  # the name of the module's class, to be shown
+    _snapshot: bool
     module_rref: RRef[nn.Module]
 
     def __init__(
@@ -78,6 +82,8 @@ class RemoteModule(nn.Module):
         args: Any = None,
         kwargs: dict[str, Any] | None = None,
         _module_interface_cls: Any = None,
+        *,
+        snapshot: bool = False,
     ) -> None:
         super().__init__()
         _check_not_scripted(_module_interface_cls)
@@ -86,13 +92,14 @@ class RemoteModule(nn.Module):
         if not callable(module_cls):
             raise TypeError(f"module_cls is a class of modules, not {module_cls!r}")
         self.on, self.device = _parse(remote_device)
-        self._what = getattr(module_cls, "__name__", "")
-        made_with = (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
+        self._what, self._snapshot = getattr(module_cls, "__name__", ""), snapshot
+        args, kwargs = checked(args, kwargs)
+        made_with = (module_cls, args, kwargs or {}, self.device)
         self.module_rref = rpc.remote(self.on, remote.create, made_with)
 
     @staticmethod
     def init_from_module_rref(
-        remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
+        remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None, *, snapshot: bool = False
     ) -> RemoteModule:
         """Stands for a module that is on its worker already. The module stays on the device where it is:
         `remote_device` is only shown."""
@@ -101,10 +108,10 @@ class RemoteModule(nn.Module):
             raise TypeError(f"an RRef to a module is needed, not a {type(module_rref).__name__}")
         on, device = _parse(remote_device)
         current_worker().info(on)
-        return _built(RemoteModule, module_rref, module_rref.owner_name(), device, True, "")
+        return _built(RemoteModule, module_rref, module_rref.owner_name(), device, True, "", snapshot)
 
     @classmethod
-    def from_module(cls, remote_device: str, module: nn.Module) -> RemoteModule:
+    def from_module(cls, remote_device: str, module: nn.Module, *, snapshot: bool = False) -> RemoteModule:
         """Takes a module of this worker to another one. The one here is a copy from then on, and has no part in it.
 
         Raises:
@@ -115,7 +122,7 @@ class RemoteModule(nn.Module):
         on, device = _parse(remote_device)
         with _outside_of_contexts():  # else its parameters would arrive with a history
             rref = rpc.remote(on, remote.adopt, (module, device))
-        return _built(cls, rref, on, device, module.training, type(module).__name__)
+        return _built(cls, rref, on, device, module.training, type(module).__name__, snapshot)
 
     # -- calls -----------------------------------------------------------------------------------------
 
@@ -140,7 +147,8 @@ class RemoteModule(nn.Module):
 
     def _forward(self) -> Callable[..., Any]:
         maps = current_worker().options.device_maps
-        return remote.forward_by_map if maps and self.module_rref.owner_name() in maps else remote.forward
+        ways = remote.SNAPSHOT_FORWARDS if self._snapshot else remote.FORWARDS
+        return ways[bool(maps) and self.module_rref.owner_name() in maps]
 
     def _call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         rref = self.module_rref
@@ -330,7 +338,15 @@ class RemoteModule(nn.Module):
     share_memory = _refused("share_memory")
 
     def __reduce__(self) -> Any:
-        return _built, (type(self), _Sent(self.module_rref), self.on, self.device, self.training, self._what)
+        return _built, (
+            type(self),
+            _Sent(self.module_rref),
+            self.on,
+            self.device,
+            self.training,
+            self._what,
+            self._snapshot,
+        )
 
 
 class _Members(dict[str, Any]):
@@ -379,11 +395,14 @@ class _Sent(Handle):
         )
 
 
-def _built(cls: type[RemoteModule], rref: Any, on: str | int, device: str, training: bool, what: str) -> RemoteModule:
+def _built(
+    cls: type[RemoteModule], rref: Any, on: str | int, device: str, training: bool, what: str, snapshot: bool
+) -> RemoteModule:
     module = cls.__new__(cls)
     nn.Module.__init__(module)
     module.module_rref = rref.rref if isinstance(rref, _Sent) else rref  # copy.copy() hands on what was given
     module.on, module.device, module.training, module._what = on, device, training, what
+    module._snapshot = snapshot
     return module
 
 

@@ -143,7 +143,8 @@ class DistributedOptimizer(Optimizer):
                 groups[number].update(options)
         found = {"state": dict(sorted(state.items(), key=_numbers_first)), "param_groups": groups}
         for after in self._optimizer_state_dict_post_hooks.values():
-            found = after(self, found) or found
+            changed = after(self, found)
+            found = found if changed is None else changed
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -155,7 +156,8 @@ class DistributedOptimizer(Optimizer):
         """
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         saved = state_dict["param_groups"]
         sizes, saved_sizes = ([len(group["params"]) for group in g] for g in (self.param_groups, saved))
         if sizes != saved_sizes:

@@ -9,31 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from .. import autograd
-from ..errors import CallTimeoutError, GradientError
+from ..errors import GradientError
 from ..gradients import adding
-from ..primitives import clock, current
+from ..primitives import current
 from ..primitives.current import current_worker
 from ..rref import RRef, value_here
+from .stepping import optimizer_works
 
 Options = dict[str, Any]  # of a parameter group, without its parameters
 News = list[tuple[int, str, Any]]  # options that the caller has changed: group of the owner, name, value
 NO_OPTIONS = ("params", "param_names")
 NOWHERE, HERE, ELSEWHERE = range(3)  # see _where
 _SAME_TOGETHER = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # to the last bit, one by one or not
-
-# One for each worker: its optimizers step one at a time, since those of several trainers have the same parameters.
-_stepping: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
-_making_locks = threading.Lock()
 
 # Note [twins]
 # torch's optimizers take gradients from `.grad`. But those of a context are not there, and `.grad` of a parameter may
@@ -42,7 +37,7 @@ _making_locks = threading.Lock()
 
 
 class LocalOptimizer:
-    """The optimizer of one DistributedOptimizer on one owner. The worker's lock guards it: see _alone."""
+    """The optimizer of one DistributedOptimizer on one owner. It works alone: see stepping.py."""
 
     def __init__(
         self,
@@ -120,34 +115,13 @@ class LocalOptimizer:
 
 
 @contextlib.contextmanager
-def _alone(id: int, version: int, news: News | None) -> Iterator[LocalOptimizer]:
+def _alone(id: int, version: int, news: News | None, *, steps: bool = False) -> Iterator[LocalOptimizer]:
     """The optimizer of that handle, with the options that the caller has changed. While it is entered no other
     optimizer of this worker steps."""
     local: LocalOptimizer = value_here(id)
-    with _making_locks:
-        lock = _stepping.setdefault(current_worker(), threading.Lock())
-    if not lock.acquire(blocking=False):
-        _wait_for(lock)
-    try:
+    with optimizer_works(steps=steps):
         local.adopt(version, news)
         yield local
-    finally:
-        lock.release()
-
-
-def _wait_for(lock: threading.Lock) -> None:
-    """Acquires it before the deadline of the call that is served: after that the caller takes it that nothing was
-    done."""
-    if current.thread.relieve is not None:
-        current.thread.relieve()
-    serving = current.current_serving()
-    deadline = None if serving is None else serving.deadline
-    left = -1.0 if deadline is None else max(0.0, deadline - clock.now())
-    if not lock.acquire(timeout=left):
-        raise CallTimeoutError(
-            f"timed out after {left:.1f} s waiting for another optimizer's step on worker {current_worker().name!r}; "
-            "raise the call's timeout"
-        )
 
 
 def _parameter(rref: RRef[Any]) -> torch.Tensor:
@@ -207,7 +181,7 @@ def step(id: int, version: int, news: News | None, context_id: int | None) -> in
         settle()
     else:  # before the lock: this may wait for the end of a pass
         gradients = _in_context(context_id, params)
-    with _alone(id, version, news) as local:
+    with _alone(id, version, news, steps=True) as local:
         if context_id is None:
             gradients = grads(params)
         elif any(

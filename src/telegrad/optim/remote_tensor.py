@@ -28,6 +28,7 @@ from ..primitives import current
 from ..primitives.current import current_worker
 from ..rref import RRef, value_here
 from ..serialization.handles import Handle
+from ..serialization.severed import IN_GRADIENT, severed
 from .owner import clear, grads, settle
 
 __all__ = ["RemoteBuffer", "RemoteGradient", "RemoteParameter", "RemoteTensor"]
@@ -153,10 +154,11 @@ class RemoteGradient(RemoteTensor):
         """Fetches a copy."""
         check_no_pass("`.grad`", (self.rref.entry.owner,))
         with untracked():
-            found = rpc.rpc_sync(self.rref.entry.owner, _gradient_of, (self.rref.entry.id,))
+            found = rpc.rpc_sync(self.rref.entry.owner, _grad, (self.rref.entry.id,))
         if found is None:
             raise RuntimeError(f"the parameter on worker {self.on!r} has no gradient any more")
-        return found  # type: ignore[no-any-return]
+        # With create_graph=True it has a history there, which does not come along.
+        return severed(found.detach(), IN_GRADIENT) if found.requires_grad else found
 
 
 def check_no_pass(what: str, owners: Iterable[int]) -> None:
@@ -272,11 +274,6 @@ def _grad(id: int) -> torch.Tensor | None:
 def _describe_gradient(id: int) -> tuple[tuple[int, ...], torch.dtype] | None:
     gradient = _grad(id)
     return None if gradient is None else (tuple(gradient.shape), gradient.dtype)
-
-
-def _gradient_of(id: int) -> torch.Tensor | None:
-    gradient = _grad(id)
-    return None if gradient is None else gradient.detach()
 
 
 def _clear_gradient(id: int, set_to_none: bool) -> None:

@@ -43,7 +43,8 @@ from ..primitives.interrupts import blocking, calling_back, getsignal, in_finali
 from ..references.entries import Entry, Held
 from ..serialization.codec import Body, Codec
 from ..transport.base import Connection
-from . import profiled_calls
+from . import changes, missing, profiled_calls
+from .arguments import checked
 from .call_errors import why_no_answer, why_not_sent
 from .peers import Peer, Peers
 from .pending import UNSET_TIMEOUT, PendingCall, PendingCalls, effective_timeout
@@ -69,6 +70,8 @@ class Calls:
     ) -> None:
         self._worker = worker
         self._codec = codec
+        codec.ask_for = partial(missing.ask_for, worker)
+        self.definition_for = codec.definitions.for_peer
         self.peers = peers
         self._pending = pending
         self.reader = reader
@@ -90,7 +93,9 @@ class Calls:
             worker.check_open()
         if thread.critical:
             raise in_finaliser("rpc_sync()")
-        body = Call(function, tuple(args), kwargs or None)
+        if type(args) is not tuple or (kwargs is not None and type(kwargs) is not dict):
+            args, kwargs = checked(args, kwargs)
+        body = Call(function, args, kwargs)
         thread.critical = 1
         try:
             if thread.is_main and getsignal(SIGINT) is not on_signal:
@@ -121,7 +126,9 @@ class Calls:
         worker, thread = self._worker, current.thread
         if worker.closed_because or os.getpid() != self._pid:
             worker.check_open()
-        body = Call(function, tuple(args), kwargs or None)
+        if type(args) is not tuple or (kwargs is not None and type(kwargs) is not dict):
+            args, kwargs = checked(args, kwargs)
+        body = Call(function, args, kwargs)
         of_devices: Sequence[torch.device] = ()
         for value in body.args:
             if isinstance(value, Tensor) and not value.is_cpu:
@@ -327,7 +334,8 @@ class Calls:
         future = call.future
         if future is None:
             if not call.caller_waits:
-                if call.profiled is not None:  # the answer says what the creation cost
+                if call.profiled is not None or (call.envelope is not None and call.envelope.changed):
+                    # The answer says what the creation cost, or what it has changed.
                     self.threads.submit(partial(self._open_answer, call))
                 else:
                     call.frames = None  # a creation's answer says nothing more, and its handle keeps the call
@@ -389,6 +397,8 @@ class Calls:
             assert envelope is not None and frames is not None
             call.frames = None  # a large result must not live as long as the future
             frames.deadline = call.deadline
+            if envelope.changed:
+                logger.warning("%s", changes.warning(call.peer, envelope.changed))
             try:
                 body = self._worker.decode(envelope, frames, call.context)
                 if type(body) is Failure:

@@ -14,6 +14,8 @@ from ..errors import (
     CallTimeoutError,
     DecodeError,
     EncodeError,
+    GradientError,
+    MessageError,
     OutOfMemoryError,
     TooLargeError,
     TransportError,
@@ -29,6 +31,7 @@ from ..primitives.interrupts import finaliser
 from ..serialization.codec import Codec
 from ..transport.base import Connection
 from . import profiled_calls
+from .changes import PLAIN, Watched, changed, watch
 from .threads import Threads
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ class Server:
         self._serving: dict[int, str] = {}  # callers, by message id; its single operations are atomic
         self._slow: set[str] = set()  # functions that took long the last time
         self._commits = worker.engine.parts.commits  # see Note [.grad before the next call]
+        self._told: set[tuple[str, str]] = set()  # callers and functions: that its arguments were changed
         self._closed = False
         self.calls_served = 0
         _all.add(self)
@@ -90,13 +94,13 @@ class Server:
                 )
             if envelope.modes is None:
                 try:
-                    result, is_async = self._run(message)
+                    result, is_async, changed = self._run(message)
                 finally:
                     if is_changed():
                         restore_defaults()
             else:
                 with applied(envelope.modes):
-                    result, is_async = self._run(message)
+                    result, is_async, changed = self._run(message)
         except BaseException as error:
             self._answer_failure(connection, envelope, error)
             return
@@ -110,10 +114,11 @@ class Server:
             # This thread is free: the answer is sent when the future completes.
             result.add_done_callback(partial(self._on_future, connection, envelope))
         else:
-            self._answer(connection, envelope, result)
+            self._answer(connection, envelope, result, changed)
 
-    def _run(self, message: Incoming) -> tuple[Any, bool]:
-        """Runs the function: its result, and whether that is a future whose value is the answer."""
+    def _run(self, message: Incoming) -> tuple[Any, bool, str]:
+        """Runs the function: its result; whether that is a future whose value is the answer; and which arguments were
+        changed in place, if the caller was not told yet."""
         envelope, thread = message.envelope, current.thread
         try:
             call = self._worker.decode(envelope, message.frames)
@@ -135,6 +140,9 @@ class Server:
         name = getattr(function, "__qualname__", "")
         if name in self._slow and thread.relieve is not None:
             thread.relieve()
+        watched = None
+        if (call.kwargs or not PLAIN.issuperset(map(type, call.args))) and not hasattr(function, ASYNC_MARK):
+            watched = watch(call)
         began = clock.now()
         try:
             thread.critical = 0  # users' code: see interrupts.py
@@ -155,8 +163,22 @@ class Server:
                     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                     f"{name} returned a {type(profiled_calls.value_of(result)).__name__}"
                 )
-            return result, True
-        return result, hasattr(function, MAY_WAIT) and isinstance(result, BaseFuture)
+            return result, True, ""
+        changes = self._changes_of(envelope, name, watched, result) if watched is not None else ""
+        return result, hasattr(function, MAY_WAIT) and isinstance(result, BaseFuture), changes
+
+    def _changes_of(self, call: Envelope, name: str, watched: Watched, result: Any) -> str:
+        """Says which arguments a function has changed in place, the first time that it does so for a caller."""
+        what = changed(watched, profiled_calls.value_of(result))
+        if not what:
+            return ""
+        name = name if watched[0] is None else watched[0]()
+        key = (self._serving.get(call.id, ""), name)
+        if key in self._told:
+            return ""
+        if len(self._told) < _MOST_SLOW:
+            self._told.add(key)
+        return f"{what} of {name}"
 
     def _run_profiled(self, envelope: Envelope, call: Call, name: str) -> Any:
         """Runs the function: its result, with what it cost where the caller asks for that."""
@@ -179,20 +201,15 @@ class Server:
         else:
             self._answer(connection, call, result)
 
-    def _answer(self, connection: Connection, call: Envelope, result: Any) -> None:
+    def _answer(self, connection: Connection, call: Envelope, result: Any, changed: str = "") -> None:
         worker = self._worker
         if call.creates:
             result = self._keep(call.creates, result)
-        envelope = Envelope(_REPLY, worker.new_message_id(), call.id)
+        envelope = Envelope(_REPLY, worker.new_message_id(), call.id, changed=changed)
         if call.device_map is not None:
             envelope.device_map = reversed_map(call.device_map)
-        context: Context | None = None
-        if call.autograd is not None and call.autograd.context:
-            context = worker.attach.context_of(call)
-        elif not call.untracked and (call.modes is None or not call.modes.inference):
-            context = worker.contexts.plain  # the caller follows tensors outside of contexts
         try:
-            worker.send(connection, envelope, Reply(result), None, None, context)
+            worker.send(connection, envelope, Reply(result), None, None, self._context_of(call))
             self._serving.pop(call.id, None)
         except TransportError as error:
             self._give_up(connection, call, error)
@@ -200,6 +217,14 @@ class Server:
             if isinstance(error, EncodeError):
                 error = EncodeError(f"the result, a {type(result).__name__}, cannot be sent back: {error}")
             self._answer_failure(connection, call, error)
+
+    def _context_of(self, call: Envelope) -> Context | None:
+        """The context in which a call is answered."""
+        if call.autograd is not None and call.autograd.context:
+            return self._worker.attach.context_of(call)
+        if not call.untracked and (call.modes is None or not call.modes.inference):
+            return self._worker.contexts.plain  # the caller follows tensors outside of contexts
+        return None
 
     def _keep(self, creates: int, result: Any) -> Any:
         """Keeps the result here; what is answered instead."""
@@ -212,23 +237,40 @@ class Server:
     def _answer_failure(self, connection: Connection, call: Envelope, error: BaseException) -> None:
         worker = self._worker
         try:
+            context = None if call.creates else self._context_of(call)
             try:
                 text = "".join(traceback.format_exception(error))
-                failure = self._codec.encode_exception(error, text, connection.peer)
+                how = (context is not None, context is worker.contexts.plain)
+                failure = self._codec.encode_exception(error, text, connection.peer, *how)
             except MemoryError:
+                text = ""
                 failure = Failure(b"", type(error).__qualname__, text_of(error), "")
             if call.creates:  # raised where the value is asked for
                 worker.references.set_error(call.creates, error)
             error.__traceback__ = None  # an exception that is kept must not keep our frames, and what they hold
+            if failure.tensors is not None:
+                try:
+                    self._send_failure(connection, call, failure, context)
+                    return
+                except (MessageError, GradientError):  # the context has ended, or a device has no map
+                    failure = self._codec.encode_exception(error, text, connection.peer)
             try:
-                worker.send(connection, Envelope(Kind.FAILURE, worker.new_message_id(), call.id), failure, None)
+                self._send_failure(connection, call, failure)
             except (TooLargeError, MemoryError):
-                short = shortened(failure)
-                worker.send(connection, Envelope(Kind.FAILURE, worker.new_message_id(), call.id), short, None)
+                self._send_failure(connection, call, shortened(failure))
         except TransportError as lost:
             self._give_up(connection, call, lost)
         finally:
             self._serving.pop(call.id, None)
+
+    def _send_failure(
+        self, connection: Connection, call: Envelope, failure: Failure, context: Context | None = None
+    ) -> None:
+        worker = self._worker
+        envelope = Envelope(Kind.FAILURE, worker.new_message_id(), call.id)
+        if failure.tensors is not None and call.device_map is not None:
+            envelope.device_map = reversed_map(call.device_map)
+        worker.send(connection, envelope, failure, None, None, context)
 
     def _give_up(self, connection: Connection, call: Envelope, error: BaseException) -> None:
         self._serving.pop(call.id, None)

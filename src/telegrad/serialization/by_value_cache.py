@@ -26,7 +26,7 @@ from typing import Any
 from ..errors import DecodeError, EncodeError
 from .by_value import Dependencies, origin_of
 from .namespaces import MAIN, Namespace, Namespaces, follow, is_by_value, is_definition, module_attribute
-from .pickling_state import Outgoing, defined
+from .pickling_state import Outgoing, defined, of_main
 
 _REFERENCE = struct.Struct("<BQQ")  # in the place of a function's name, which never starts with a zero byte
 _MOST_UNANSWERED = 10_000  # messages remembered, before starting anew
@@ -62,6 +62,7 @@ class Definitions:
         self._received: dict[tuple[int, int], Any] = {}  # by owner and number
         self._versions: dict[tuple[int, int, str, str], list[int]] = {}  # by owner, origin, module and name
         self.lost = namespaces.lost  # workers that are gone
+        self.lacking: set[tuple[int, str]] = set()  # workers, and what of this `__main__` their own has not got
 
     # -- sending ---------------------------------------------------------------------------------------
 
@@ -80,7 +81,7 @@ class Definitions:
         if isinstance(definition, Definition):
             return defined, (self._namespaces.worker_id, definition.number)
         if definition is not None:
-            return module_attribute, definition
+            return (of_main, definition[1:]) if definition[0] == "__main__" else (module_attribute, definition)
         path, _, name = obj.__qualname__.rpartition(".")
         if path and "<" not in path:  # it is inside of a class
             origin = origin_of(obj, self._namespaces)
@@ -102,7 +103,10 @@ class Definitions:
             origin = definition.origin
         if message.same_main or origin == message.peer:
             module, name = obj.__module__, obj.__qualname__
-            if origin == message.peer or (origin == self._namespaces.worker_id and module in MAIN):
+            is_named = origin == self._namespaces.worker_id and module in MAIN
+            if is_named and self.lacking and (message.peer, name.partition(".")[0]) in self.lacking:
+                is_named = False
+            if is_named or origin == message.peer:
                 shown = "__main__" if module in MAIN else module
                 return (shown, name) if self._look_up(origin, module, name) is obj else None
         if message.carried is None:
@@ -179,6 +183,16 @@ class Definitions:
             )
         return self._blob(obj, namespace, obj.__qualname__, Dependencies())
 
+    def for_peer(self, peer: int, name: str) -> bytes | None:
+        """A function or class of this worker's `__main__`, for a peer of the same script that has not got it: it goes
+        there by value from now on. None: there is none of that name."""
+        for module in MAIN:
+            namespace = self._namespaces.find(self._namespaces.worker_id, module)
+            if namespace is not None and is_definition(obj := namespace.source.get(name)):
+                self.lacking.add((peer, name))
+                return self._blob(obj, namespace, name, Dependencies())
+        return None
+
     def on_answered(self, message_id: int, by: int, *, has_run: bool) -> None:
         """Notes that a call was answered; a peer that has run it has the definitions that it carried."""
         peer, carried = self.unanswered.get(message_id, (by, ()))
@@ -194,6 +208,7 @@ class Definitions:
             dead += [self._received.pop(key) for key in list(self._received) if key[0] == peer]
             for name in [name for name in self._versions if name[0] == peer]:
                 del self._versions[name]
+            self.lacking -= {entry for entry in list(self.lacking) if entry[0] == peer}
             for message in [message for message, (to, _) in list(self.unanswered.items()) if to == peer]:
                 dead.append(self.unanswered.pop(message, None))
             places = {(kept.namespace.origin, kept.namespace.module) for kept in unkept}
@@ -211,11 +226,19 @@ class Definitions:
         for number, blob in blobs:
             if (owner, number) in self._received:
                 continue
-            (origin, module, name, version, base), obj = pickle.loads(blob)
-            if origin != self._namespaces.worker_id:
-                namespace = self._namespaces.get(origin, module, base, sender)
-                obj = namespace.adopt_definition(name, version, obj)
-            self._keep((owner, origin, module, name), number, obj)
+            (origin, module, name, _, _), _ = place, obj = pickle.loads(blob)
+            self._keep((owner, origin, module, name), number, self._bind(place, obj, sender))
+
+    def _bind(self, place: tuple[int, str, str, int, dict[str, Any]], obj: Any, sender: int) -> Any:
+        origin, module, name, version, base = place
+        if origin == self._namespaces.worker_id:
+            return obj
+        return self._namespaces.get(origin, module, base, sender).adopt_definition(name, version, obj)
+
+    def adopt(self, blob: bytes, sender: int) -> Any:
+        """Rebuilds what another worker's for_peer() has given. Runs users' code."""
+        place, obj = pickle.loads(blob)
+        return self._bind(place, obj, sender)
 
     def _keep(self, name: tuple[int, int, str, str], number: int, obj: Any) -> None:
         owner = name[0]

@@ -57,6 +57,7 @@ from .by_name import Names
 from .devices import NO_MAP, StrictTargets, Targets, UnmappedDeviceError, check_all_here
 from .handles import Handle
 from .pickling_state import Outgoing
+from .severed import IN_EXCEPTION, IN_MODULE
 from .torch_objects import takes_tensors_only
 from .values import Attach, Values, check_bare, reason_of
 
@@ -78,6 +79,7 @@ _REPLY = int(Kind.REPLY)
 
 _HEAD = struct.Struct("<BH")  # what the values are, and the length of the function's name
 _FIELDS, _ARGS, _ARGS_AND_KWARGS = 0, 1, 2  # the body's fields; the arguments of a call by name
+_OF_MAIN = b"__main__:"
 _CARRIES = 0x80  # added to the above: the second buffer has definitions
 
 
@@ -104,12 +106,12 @@ class Packed(Frames, eq=False):
 class Codec(Values):
     """One worker's codec. Any number of threads encode and decode at once."""
 
-    def __init__(
-        self, worker_id: int, main: str, strict_devices: bool = False, copies_parameters: bool = False
-    ) -> None:
+    def __init__(self, worker_id: int, main: str, strict_devices: bool = False, follows: bool = True) -> None:
         super().__init__(worker_id)
         self._strict = strict_devices
-        self._copies_parameters = copies_parameters
+        # Tensors outside of contexts, so that what is untracked then is a call of telegrad's own. If not, the worker
+        # does as torch does, also in contexts: parameters arrive as leaves.
+        self._follows = follows
         self._main = main or None  # None: not known, and so no peer's
         self._names = Names()
         self.unanswered = self.definitions.unanswered  # not empty: tell `on_answer` of answers
@@ -126,8 +128,8 @@ class Codec(Values):
         plain: bool = False,
     ) -> Packed:
         """A body as bytes; with `track`, also the tensors in it that require grad; `plain`: but for those in modules,
-        which are copies with leaves of their own. Only the kind, the id and the device map of the envelope must be
-        known by now. What is in CONTROLS needs none of this: see encode_control.
+        which are copies with leaves of their own. Of the envelope only the kind, the id, the device map and `untracked`
+        must be known by now. What is in CONTROLS needs none of this: see encode_control.
 
         Raises:
             EncodeError: something in the body cannot be pickled, or not tracked, or is on a device that no map names.
@@ -139,13 +141,15 @@ class Codec(Values):
             targets = Targets(envelope.device_map)
         message = Outgoing(peer.id, peer.main == self._main, [] if track else None, targets, connection)
         if plain:
-            message.in_modules = set()
-        elif track and self._copies_parameters:
+            message.in_modules, message.severed = set(), IN_MODULE
+        elif envelope.untracked and self._follows:
+            message.severed = IN_MODULE
+        elif track and not self._follows:
             message.copies_parameters = type(body) is not Call or not takes_tensors_only(body.function)
         try:
             name, values, shape = b"", None, _FIELDS
             if type(body) is Call and (
-                name := self._names.name_of(body.function, same_main=message.same_main)
+                name := self._names.name_of(body.function, same_main=message.same_main and not self.definitions.lacking)
                 or self.definitions.name_of(body.function, message)
             ):
                 shape = _ARGS_AND_KWARGS if body.kwargs else _ARGS
@@ -234,7 +238,7 @@ class Codec(Values):
             function = None
             if length:
                 name = bytes(skeleton[_HEAD.size : start])
-                function = self._names.resolve(name) if name[0] else self.definitions.resolve(name)
+                function = self._resolve(name, sender) if name[0] else self.definitions.resolve(name)
             with_devices = frames if frames.arrived else None
             values = self.load(memoryview(skeleton)[start:], buffers, sender, attach, (), with_devices)
             if envelope.kind == Kind.GRADIENTS:
@@ -253,6 +257,14 @@ class Codec(Values):
             if carried is not None and sender in self.definitions.lost:
                 self.definitions.forget(sender)  # it was lost before its message was decoded
 
+    def _resolve(self, name: bytes, sender: int) -> Any:
+        try:
+            return self._names.resolve(name)
+        except AttributeError:
+            if not name.startswith(_OF_MAIN):
+                raise
+            return self.of_main(sender, name.removeprefix(_OF_MAIN).decode())
+
     def on_answer(self, peer: int, envelope: Envelope) -> None:
         """Notes an answer, which may never be decoded: its sender has run the call, unless it is a Failure."""
         self.definitions.on_answered(envelope.reply_to, peer, has_run=envelope.kind == _REPLY)
@@ -263,16 +275,23 @@ class Codec(Values):
 
     # -- exceptions ------------------------------------------------------------------------------------
 
-    def encode_exception(self, error: BaseException, traceback: str, peer: Hello) -> Failure:
-        """An exception as a body that can always be sent."""
+    def encode_exception(
+        self, error: BaseException, traceback: str, peer: Hello, track: bool = False, plain: bool = False
+    ) -> Failure:
+        """An exception as a body. With `track` and `plain` as in `pack`, tensors in it that require grad stand beside
+        it; else they are severed, and the body can always be sent."""
         # It is unpickled by itself, and perhaps never, so it carries nothing.
-        message = Outgoing(peer.id, peer.main == self._main, carried=None, handles=None)
+        message = Outgoing(peer.id, peer.main == self._main, [] if track else None, carried=None, handles=None)
+        message.severed = IN_EXCEPTION
+        if plain or not track:
+            message.in_modules = set()
         try:
-            pickled, _ = self.dump_nested((error,), message, in_band=True)
+            pickled = self._pickle((error,), message, [], None)
+            tensors = tuple(message.tracked) if message.tracked else None
         except BaseException as failed:
             if is_interrupt(failed):
                 raise
-            pickled = b""  # it arrives as a RemoteError
+            pickled, tensors = b"", None  # it arrives as a RemoteError
         try:
             text = interruptible(str, error)
         except BaseException as failed:
@@ -280,14 +299,14 @@ class Codec(Values):
                 raise
             text = text_of(error)
         name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
-        return Failure(pickled, name, text, traceback)
+        return Failure(pickled, name, text, traceback, tensors)
 
     def decode_exception(self, failure: Failure, worker: str) -> BaseException:
         """The exception of its own type where that can be rebuilt, else a RemoteError."""
         error = None
         if failure.exception:
             try:
-                (error,) = self.load(memoryview(failure.exception), [])
+                (error,) = self.load(memoryview(failure.exception), [], tracked=failure.tensors or ())
             except BaseException as failed:
                 if is_interrupt(failed):
                     raise

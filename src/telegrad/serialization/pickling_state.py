@@ -33,9 +33,12 @@ class Outgoing(msgspec.Struct, eq=False):
     keep: list[Any] = []  # what the memory of tensors belongs to
     carried: list[Definition] | None = []  # None: it cannot carry any
     handles: list[Handle] | None = []  # None: it cannot carry any
-    # The addresses of tensors in modules, which are not tracked outside of contexts; None in one.
+    # The addresses of tensors in modules, which are not tracked outside of contexts nor in exceptions; else None.
     in_modules: set[int] | None = None
     copies_parameters: bool = False  # parameters are not tracked either: they arrive as leaves
+    # Where tensors that are not tracked lose their history: all that have one, and leaves too, if `in_modules` is a set
+    # that lacks them. See severed.py. Empty: they arrive as leaves.
+    severed: str = ""
 
 
 class unpickling:
@@ -70,6 +73,12 @@ def arriving() -> unpickling:
 def defined(owner: int, number: int) -> Any:
     """In a pickle: the definition that a worker has given a number."""
     return arriving().at.definitions.get(owner, number)
+
+
+def of_main(qualname: str) -> Any:
+    """In a pickle: a function or class of `__main__`, of a worker that runs the same script."""
+    message = arriving()
+    return message.at.of_main(message.sender, qualname)
 
 
 def received_handle(id: int, owner: int) -> Any:

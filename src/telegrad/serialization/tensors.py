@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from .._torch import (
     DisableTorchFunctionSubclass,
     disabled_torch_dispatch,
+    dual_level,
     get_object_state,
     make_per_channel_quantized,
     make_per_tensor_quantized,
@@ -33,6 +34,8 @@ from ..primitives.futures import use_devices
 from .device_lane import on_host, put_on_lane, staged, take_from_lane
 from .devices import have_device
 from .pickling_state import Outgoing, arriving
+from .severed import severed
+from .transforms import refuse_dual, without_memory
 
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _DTYPE_NAMES = {v: k for k, v in _DTYPES.items()}
@@ -71,6 +74,8 @@ def reduce_tensor(tensor: torch.Tensor, message: Outgoing) -> Any:
     if kind is torch.Tensor and not tensor.__dict__:
         return _reduce_plain(tensor, message)
     with DisableTorchFunctionSubclass():
+        if dual_level() >= 0:
+            refuse_dual(tensor)
         if _saves_itself(kind):
             return NotImplemented
         if hasattr(kind, "__tensor_flatten__"):
@@ -89,6 +94,8 @@ def reduce_tracked(tensor: torch.Tensor, tracked: list[torch.Tensor]) -> Any:
         EncodeError: it is of a kind that gradients cannot be followed through.
     """
     kind = type(tensor)
+    if dual_level() >= 0:
+        refuse_dual(tensor)
     if kind is torch.Tensor and not tensor.__dict__:
         tracked.append(tensor)
         return _at, (len(tracked) - 1,)
@@ -104,12 +111,38 @@ def reduce_tracked(tensor: torch.Tensor, tracked: list[torch.Tensor]) -> Any:
         return _subclass_at, (kind, len(tracked) - 1, _state(tensor))
 
 
+def reduce_severed(tensor: torch.Tensor, why: str) -> Any:
+    """How pickle should save a tensor that loses its history: see severed.py.
+
+    Raises:
+        EncodeError: its class says itself how it is saved.
+    """
+    kind = type(tensor)
+    if isinstance(tensor, UninitializedTensorMixin):
+        return NotImplemented  # it has no values yet, and so no history
+    if dual_level() >= 0:
+        refuse_dual(tensor)
+    with DisableTorchFunctionSubclass():
+        if _saves_itself(kind) or kind.__torch_dispatch__ is not disabled_torch_dispatch:
+            raise EncodeError(f"a {kind.__name__} that requires grad cannot be sent in {why}")
+        plain = torch.Tensor._make_subclass(torch.Tensor, tensor, False)
+        return _rebuild_severed, (kind, plain, _state(tensor), why)
+
+
+def _rebuild_severed(kind: type[torch.Tensor], plain: torch.Tensor, state: Any, why: str) -> torch.Tensor:
+    return _with_class(kind, severed(plain, why), state)
+
+
 def _at(place: int) -> torch.Tensor:
     return arriving().tracked[place]
 
 
 def _subclass_at(kind: type[torch.Tensor], place: int, state: Any) -> torch.Tensor:
-    tensor = arriving().tracked[place]
+    return _with_class(kind, arriving().tracked[place], state)
+
+
+def _with_class(kind: type[torch.Tensor], tensor: torch.Tensor, state: Any) -> torch.Tensor:
+    """Gives a tensor that has a history already its class and attributes."""
     if issubclass(kind, torch.nn.Parameter):
         # A Parameter is a leaf, and this tensor has a history. torch takes for a Parameter what says that it is one.
         tensor._is_param = True
@@ -141,10 +174,12 @@ def describe(tensor: torch.Tensor, message: Outgoing) -> tuple[Any, ...] | None:
 
     Raises:
         UnmappedDeviceError: the message's targets are strict, and the tensor's device is not among them.
-        EncodeError: a CUDA graph is being captured.
+        EncodeError: a CUDA graph is being captured; or the tensor has no memory, or a tangent: see transforms.py.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.__dict__:
         return None
+    if dual_level() >= 0:
+        refuse_dual(tensor)
     given, targets, flags = tensor, message.targets, 0
     if tensor.requires_grad:
         flags |= REQUIRES_GRAD
@@ -186,10 +221,16 @@ def describe(tensor: torch.Tensor, message: Outgoing) -> tuple[Any, ...] | None:
             return memory, _DTYPE_NAMES[dtype], tuple(shape), stride, flags, device
         tensor = on_host(tensor)
     nbytes = tensor.nbytes
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError as error:
+        raise without_memory(given) from error
+    if not address and nbytes:
+        raise without_memory(given)
     if nbytes < SHARED_MEMORY_FROM:
-        memory = _copied(tensor.data_ptr(), nbytes)
+        memory = _copied(address, nbytes)
     else:
-        memory = pickle.PickleBuffer(_array_type(nbytes).from_address(tensor.data_ptr()))
+        memory = pickle.PickleBuffer(_array_type(nbytes).from_address(address))
         message.keep.append(tensor)
     return memory, _DTYPE_NAMES[dtype], tuple(shape), stride, flags, None if device == "cpu" else device
 

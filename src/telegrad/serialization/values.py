@@ -11,6 +11,7 @@ get their history, and then take their places among the values.
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 import struct
 from collections.abc import Callable, Sequence
@@ -29,9 +30,10 @@ from ..transport.base import Buffer, Frames
 from .by_value import ByValuePickler, Dependencies
 from .by_value_cache import Definitions
 from .handles import Handle
-from .namespaces import Namespaces, is_by_value, is_definition
+from .namespaces import Namespaces, is_by_value, is_definition, module_attribute
 from .pickling_state import Outgoing, unpickling
-from .tensors import FLAGS, REQUIRES_GRAD, describe, rebuild, reduce_tensor, reduce_tracked
+from .severed import IN_DEFINITION
+from .tensors import FLAGS, REQUIRES_GRAD, describe, rebuild, reduce_severed, reduce_tensor, reduce_tracked
 from .torch_objects import is_named_by_torch, reduce_named_by_torch
 
 # Gives received tensors their history.
@@ -70,6 +72,7 @@ class Values:
     def __init__(self, worker_id: int) -> None:
         self.namespaces = Namespaces(worker_id)
         self.definitions = Definitions(self.namespaces, self._dump_definition)
+        self.ask_for: Callable[[int, str], bytes | None] = lambda sender, name: None  # a definition of its `__main__`
         self.handle: Callable[[int, int], Any] = _no_handle  # the worker, and its entry for a handle that came
 
     # -- pickling --------------------------------------------------------------------------------------
@@ -152,7 +155,7 @@ class Values:
 
     def _dump_definition(self, value: Any, made_of: Dependencies) -> bytes:
         """Pickles a definition, with all that it needs."""
-        message = Outgoing(-1, same_main=False)
+        message = Outgoing(-1, same_main=False, severed=IN_DEFINITION)
         file = io.BytesIO()
         pickler = ByValuePickler(file, None, self.namespaces, lambda obj: _reduce_data(obj, message), made_of)
         try:
@@ -224,6 +227,25 @@ class Values:
         with no_inference, unpickling(self, sender, tracked, frames):
             return interruptible(partial(pickle.loads, pickled, buffers=buffers))
 
+    def of_main(self, sender: int | None, qualname: str) -> Any:
+        """What the `__main__` of this worker has under a name; else what the sender's has, which is asked for it.
+
+        Raises:
+            AttributeError: neither has it.
+        """
+        try:
+            return module_attribute("__main__", qualname)
+        except AttributeError:
+            top, *path = qualname.split(".")
+            blob = None
+            if sender is not None and sender != self.namespaces.worker_id:
+                blob = interruptible(self.ask_for, sender, top)
+            if blob is None:
+                raise
+        with unpickling(self, sender):
+            found = interruptible(self.definitions.adopt, blob, sender)
+        return operator.attrgetter(".".join(path))(found) if path else found
+
     def load_definitions(self, carried: Buffer, sender: int) -> None:
         """Rebuilds the definitions that a message carries."""
         with unpickling(self, sender):
@@ -245,6 +267,10 @@ def _no_handle(id: int, owner: int) -> Any:
 
 def _reduce_data(obj: Any, message: Outgoing) -> Any:
     if issubclass(type(obj), torch.Tensor):
+        if message.severed and obj.requires_grad:
+            in_modules = message.in_modules
+            if obj.grad_fn is not None or (in_modules is not None and id(obj) not in in_modules):
+                return reduce_severed(obj, message.severed)
         return reduce_tensor(obj, message)
     if is_named_by_torch(obj):
         return reduce_named_by_torch(obj, message.same_main)
