@@ -47,6 +47,9 @@ class ScriptedPoller:
         if self._callbacks.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
+    def own(self, fd: int) -> None:
+        """Nothing of the scripted world is closed."""
+
     def set_timer(self, seconds: float) -> None:
         self.timer_at = self._world.now + seconds
 

@@ -132,7 +132,7 @@ _retired: deque[tuple[float, list[int]]] = deque()  # when to close them, and de
 
 def _retire(fds: list[int]) -> None:
     """Closes descriptors after a while, when the next poller is made or closed; sooner if many more were closed since,
-    or if the collector finds theirs.
+    or the collector finds theirs.
 
     Not at once: a finaliser on another thread may be about to write to one, and the number must not be another file's.
     """
