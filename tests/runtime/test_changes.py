@@ -13,8 +13,11 @@ from torch import nn
 
 import telegrad
 from telegrad import autograd, rpc
+from telegrad.messages import Call
 from telegrad.nn import RemoteModule
 from telegrad.rpc import RRef
+from telegrad.rref import _invoke
+from telegrad.runtime import changes
 
 PATIENCE = 30.0
 
@@ -212,3 +215,16 @@ def test_nothing_is_said_without_need(cluster, told):
     circle.append(circle)
     rpc.rpc_sync("a", reads, args=(circle,))
     assert told() == []
+
+
+def test_the_first_calls_of_each_function_are_watched_and_then_a_few():
+    sample = changes.Sample()
+    takes = [sample.takes(Call(add_to_it, (torch.ones(1),), None), "add_to_it") for _ in range(640)]
+    assert all(takes[:64])
+    assert sum(takes[64:]) == 576 // 16
+    assert sample.takes(Call(Cache, (torch.ones(1),), None), "Cache")
+    for method in ("update", "get"):  # each method of each value for itself
+        for value in (1, 2):
+            assert all(sample.takes(Call(_invoke, (value, method, (), {}), None), "_invoke") for _ in range(64))
+            assert sample.takes(Call(_invoke, (value, method, (), {}), None), "_invoke")  # the 65th
+            assert not sample.takes(Call(_invoke, (value, method, (), {}), None), "_invoke")

@@ -30,15 +30,11 @@ class Commits:
         self._worker = worker
         self._host = host
         self._forget = forget
-        self.due: deque[LocalPass] = deque()  # finished, not in `.grad` yet; in the order of their ends
+        # Finished parts whose gradients go to `.grad` and are not there yet, in the order of their ends:
+        self.due: deque[LocalPass] = deque()
         self._adding = RLock()  # held while `due` is added up: later handlers wait for those that came first
         self._last_root = -1  # of the last plain backward() whose gradients are in `.grad`
         self._has_warned = False  # see _warn_of_sharing()
-
-    def queue(self, local: LocalPass) -> None:
-        """Has a finished part added up before any message is handled that was read after this."""
-        if local.begin is not None and local.begin.into_grad:
-            self.due.append(local)
 
     def add_due(self) -> None:
         """Adds the gradients of all parts in `due` to `.grad`, or waits for the thread that does."""
@@ -49,20 +45,15 @@ class Commits:
             while self.due:
                 local = self.due[0]  # stays there meanwhile: other threads must see that there is something to wait for
                 try:
-                    self._add_up(local)
+                    self.add_up(local)
                 finally:
                     if self.due and self.due[0] is local:
                         self.due.popleft()
         finally:
             self._adding.release()
 
-    def add(self, local: LocalPass) -> None:
-        """Adds up the gradients of a finished part, after those that are due before it. Any number of times."""
-        if self.due:
-            self.add_due()
-        self._add_up(local)
-
-    def _add_up(self, local: LocalPass) -> None:
+    def add_up(self, local: LocalPass) -> None:
+        """Adds the gradients of a finished part to the context's, or to `.grad`. Any number of times."""
         context, begin = local.context, local.begin
         assert context is not None
         assert begin is not None

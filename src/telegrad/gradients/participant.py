@@ -229,11 +229,15 @@ class Parts:
                     else:
                         self._report(local, error)
                 case Commit():
-                    self.commits.queue(local)
+                    into_grad = local.begin is not None and local.begin.into_grad
+                    if into_grad:
+                        self.commits.due.append(local)  # twice does no harm
                     if reading:
                         later.append(instruction)
+                    elif into_grad:
+                        self.commits.add_due()
                     else:
-                        self.commits.add(local)
+                        self.commits.add_up(local)
                 case Interrupt():
                     local.interrupt(self._id, reason or "it failed")
                 case Discard():
@@ -346,7 +350,9 @@ class Parts:
             if local.part.state is State.REPORTED and local.pass_id != current.current_pass_id():
                 self._await_end(local)
             if local.part.state is State.FINISHED:
-                self.commits.add(local)
+                if self.commits.due:
+                    self.commits.add_due()
+                self.commits.add_up(local)
 
     def _await_end(self, local: LocalPass) -> None:
         """Waits for the last word on a pass, unless it still runs at its root: no order is promised then, and the root

@@ -1,5 +1,6 @@
 """Arguments that a function changes in place: it has changed copies, and its caller is told once.
 
+    Sample.takes(call)        whether this call is watched
     watch(call)               before the function runs: the versions of the tensors in its arguments
     changed(watched, result)  after it: the arguments with a tensor that is new or was written to
 
@@ -30,6 +31,8 @@ _SEQUENCES = (list, tuple)
 _SETS = (set, frozenset, deque)
 _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, Handle, Tensor)
 _MOST = 300  # objects that are looked at in one argument, and elements of each
+_ALL, _ONE_IN = 64, 16  # of a function's calls so many are watched, and of those after them one in so many
+_MOST_COUNTED = 10_000  # functions and values
 _LONG = 16  # elements; a longer list with plain ones at both ends is one of numbers
 
 # By the ids of functions of telegrad's own that call one of the user's: gives its name and arguments.
@@ -43,6 +46,28 @@ Watched = tuple[Name | None, tuple[Any, ...], dict[str, Any], list[Any]]
 def calls_users(function: Callable[..., Any], split: Callable[..., tuple[Name, Arguments]]) -> None:
     """Says of a function of telegrad's own that it calls one of the user's: `split` gives its name and arguments."""
     _of_users[id(function)] = split
+
+
+class Sample:
+    """Chooses the calls whose arguments are watched: the first ones of each function, then a few. One that changes its
+    arguments does so early, and to look at many tensors in each call costs some microseconds."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Any, int] = {}  # calls by function, and by its value for a method
+
+    def takes(self, call: Call, name: str) -> bool:
+        args = call.args
+        key: Any = name
+        if id(call.function) in _of_users:
+            key = name, args[0] if type(args[0]) is int else 0, args[1] if type(args[1]) is str else ""
+        count = self._counts.get(key, 0)
+        if count >= _ALL and count % _ONE_IN:
+            self._counts[key] = count + 1
+            return False
+        if len(self._counts) >= _MOST_COUNTED:
+            self._counts.clear()
+        self._counts[key] = count + 1
+        return True
 
 
 def watch(call: Call) -> Watched:

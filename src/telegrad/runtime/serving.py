@@ -31,7 +31,7 @@ from ..primitives.interrupts import finaliser
 from ..serialization.codec import Codec
 from ..transport.base import Connection
 from . import profiled_calls
-from .changes import PLAIN, Watched, changed, watch
+from .changes import PLAIN, Sample, Watched, changed, watch
 from .threads import Threads
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class Server:
         self._serving: dict[int, str] = {}  # callers, by message id; its single operations are atomic
         self._slow: set[str] = set()  # functions that took long the last time
         self._commits = worker.engine.parts.commits  # see Note [.grad before the next call]
+        self._sample = Sample()
         self._told: set[tuple[str, str]] = set()  # callers and functions: that its arguments were changed
         self._closed = False
         self.calls_served = 0
@@ -142,7 +143,8 @@ class Server:
             thread.relieve()
         watched = None
         if (call.kwargs or not PLAIN.issuperset(map(type, call.args))) and not hasattr(function, ASYNC_MARK):
-            watched = watch(call)
+            if self._sample.takes(call, name):
+                watched = watch(call)
         began = clock.now()
         try:
             thread.critical = 0  # users' code: see interrupts.py
