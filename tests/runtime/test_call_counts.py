@@ -130,7 +130,7 @@ def test_python_calls_at_the_caller(module_cluster, program, most):
     assert most / 4 < at_caller(program) <= most
 
 
-@pytest.mark.parametrize(("program", "most"), [(empty_call, 38), (one_pass, 190)])
+@pytest.mark.parametrize(("program", "most"), [(empty_call, 38), (one_pass, 196)])
 def test_python_calls_at_the_callee(module_cluster, program, most):
     for _ in range(50):
         program()

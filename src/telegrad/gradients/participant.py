@@ -30,7 +30,7 @@ from .engine_call import EngineCall
 from .host import Host, Task, tell
 from .local_pass import Arrived, LocalPass
 from .outbox import Poster
-from .torch_modes import applied, restore_defaults
+from .torch_modes import applied, is_changed, restore_defaults
 
 _TOMBSTONES = 10_000
 _EARLY = 60.0  # seconds that gradients wait for the begin of their pass
@@ -265,7 +265,8 @@ class Parts:
                 try:
                     call.run()
                 finally:
-                    restore_defaults()
+                    if is_changed():
+                        restore_defaults()
             else:
                 with applied(modes):
                     call.run()

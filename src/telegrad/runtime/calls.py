@@ -35,7 +35,7 @@ from ..errors import (
 from ..events import Span, logger
 from ..gradients import plain
 from ..gradients.contexts import Context
-from ..gradients.torch_modes import current_modes
+from ..gradients.torch_modes import current_modes, is_changed, restore_defaults
 from ..messages import Call, Envelope, Failure, Hello, Kind, WorkerInfo
 from ..primitives import clock, current, interrupts
 from ..primitives.futures import Future, devices, use_devices
@@ -374,6 +374,8 @@ class Calls:
             logger.warning("%s", text)
         finally:
             thread.critical = before
+            if future.has_callbacks and thread.is_workers and is_changed():
+                restore_defaults()
             call.future = None  # the future refers to the call: a circle that only the collector would find
             call.done = True
             if call.wakes:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ..events import logger
-from ..gradients.torch_modes import flushes_denormals, is_changed, restore_defaults
+from ..gradients.torch_modes import flushes_denormals, restore_defaults
 from ..primitives import clock, current, torch_threads
 from ..primitives.forks import leave_if_orphan
 from ..primitives.torch_threads import add_follower, prepared, remove_follower
@@ -108,8 +108,6 @@ class Threads:
                     if current.thread.times_set != torch_threads.times_set:
                         torch_threads.follow()
                     self._attempt(task)
-                    if is_changed():
-                        restore_defaults()
                     del task  # what it holds must not live until the next one comes
                 found = None
         except BaseException:  # tasks raise nothing; it came while the thread waited for one, and counted as idle
