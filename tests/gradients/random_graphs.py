@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import contextvars
 import gc
 import itertools
 import multiprocessing
@@ -23,6 +24,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from types import TracebackType
 from typing import Any
@@ -50,6 +52,15 @@ def serve(run: int, worker: int, body: int, packing: str, arguments: Any) -> Any
     return pack(results, packing)
 
 
+class Carried(Exception):
+    """Brings the results of a call."""
+
+
+def serve_raising(*arguments: Any) -> None:
+    """The same, and gives the results as an exception does."""
+    raise Carried(serve(*arguments))
+
+
 def run_pass(run: int, worker: int, number: int, context: int, timeout: float) -> None:
     """A backward pass, from the worker that it starts on."""
     place = _PLACES[run, worker]
@@ -71,9 +82,13 @@ def run_pass(run: int, worker: int, number: int, context: int, timeout: float) -
 
 
 class RemoteWire:
-    """Calls go to other workers. `contexts` are those that the program has entered."""
+    """Calls go to other workers. `contexts` are those that the program has entered. `raises`: results come in
+    exceptions."""
 
-    def __init__(self, run: int, program: Program, names: Sequence[str], plain: bool = False) -> None:
+    def __init__(
+        self, run: int, program: Program, names: Sequence[str], plain: bool = False, raises: bool = False
+    ) -> None:
+        self.raises = raises
         self.run = run
         self.plain = plain
         self.program = program
@@ -82,11 +97,26 @@ class RemoteWire:
         self.open = contextlib.ExitStack()
 
     def call(self, caller: int, call: Call, tensors: list[Tensor]) -> Sequence[Tensor]:
-        return unpack(rpc.rpc_sync(self.names[call.to], serve, args=self._arguments(call, tensors)))
+        args = self._arguments(call, tensors)
+        if not self.raises:
+            return unpack(rpc.rpc_sync(self.names[call.to], serve, args=args))
+        try:
+            rpc.rpc_sync(self.names[call.to], serve_raising, args=args)
+        except Carried as carried:
+            return unpack(carried.args[0])
+        raise AssertionError("the call returned")
 
     def call_async(self, caller: int, call: Call, tensors: list[Tensor]) -> Callable[[], Sequence[Tensor]]:
-        future = rpc.rpc_async(self.names[call.to], serve, args=self._arguments(call, tensors))
-        return lambda: unpack(future.wait())
+        args = self._arguments(call, tensors)
+        future = rpc.rpc_async(self.names[call.to], serve_raising if self.raises else serve, args=args)
+
+        def results() -> Sequence[Tensor]:
+            try:
+                return unpack(future.wait())
+            except Carried as carried:
+                return unpack(carried.args[0])
+
+        return results
 
     def _arguments(self, call: Call, tensors: list[Tensor]) -> tuple[Any, ...]:
         packing = self.program.bodies[call.body].packing
@@ -110,7 +140,8 @@ class Party:
     """In-process workers that run programs, one after the other.
 
     Args:
-        disturb: the share of programs in which messages are held up at random, and threads switched often.
+        disturb: the share of programs in which messages are held up at random, and threads switched often. In others
+            results come in exceptions; and passes begin on threads of their own, beside others that run passes, too.
         timeout: how many seconds a backward pass may take.
         plain: without contexts, by torch's own backward(). A quarter of the passes come after grad().
     """
@@ -120,7 +151,7 @@ class Party:
         self.timeout = timeout
         self._disturb = disturb
         self._rng = Random(0)
-        self._delays = False
+        self._delays = self.in_threads = self.raises = False
         self._undo = contextlib.ExitStack()
         # Guards the four below: threads of all workers note what they see.
         self._noting = threading.Lock()
@@ -187,11 +218,14 @@ class Party:
         """Runs a program. `seed` is for what holds its messages up."""
         outcome = Outcome()
         run = next(_run_numbers)
-        wire = RemoteWire(run, program, self.names, self.plain)
-        places = [Place(program, worker, wire) for worker in range(program.workers)]
-        _PLACES.update({(run, place.worker): place for place in places})
         self._rng.seed(seed)
         self._delays = self._rng.random() < self._disturb
+        # torch hangs in anomaly mode where two threads are the first to use a leaf: see graph_maker.py.
+        self.in_threads = self._rng.random() < self._disturb / 2 and not program.anomaly
+        self.raises = self._rng.random() < self._disturb / 2
+        wire = RemoteWire(run, program, self.names, self.plain, self.raises)
+        places = [Place(program, worker, wire) for worker in range(program.workers)]
+        _PLACES.update({(run, place.worker): place for place in places})
         sys.setswitchinterval(self._rng.choice((1e-5, 1e-3)) if self._delays else self._switch_interval)
         if "twin" in DEVICES:
             import twin
@@ -234,7 +268,11 @@ class Party:
             arguments = (wire.run, each.worker, number, context, self.timeout)
             try:
                 if each.worker == 0:
-                    run_pass(*arguments)
+                    if self.in_threads:
+                        outcome.messages = None  # those of the passes beside it are among them
+                        self._run_in_thread(*arguments)
+                    else:
+                        run_pass(*arguments)
                 else:
                     rpc.rpc_sync(self.names[each.worker], run_pass, args=arguments)
             except (RuntimeError, ValueError) as error:
@@ -250,15 +288,46 @@ class Party:
                     self._on_the_way += sent
                 continue
             assert max(sent.values(), default=1) == 1, f"gradients went more than once: {sent}"
+            if self.in_threads:
+                outcome.messages = None
             if outcome.messages is not None:
                 outcome.messages += Counter((sender, receiver) for sender, receiver, _ in sent)
             with self._noting:
                 self._on_the_way += sent
 
+    def _run_in_thread(self, *arguments: Any) -> None:
+        """Runs a pass on a thread of its own, while another one runs passes through the same workers."""
+        with ThreadPoolExecutor(2) as pool:
+            over = threading.Event()
+            beside = pool.submit(self._run_beside, over)
+            try:
+                with autograd.enter(arguments[3]) if arguments[3] else contextlib.nullcontext():
+                    pool.submit(contextvars.copy_context().run, run_pass, *arguments).result()
+            finally:
+                over.set()
+            beside.result()
+
+    def _run_beside(self, over: threading.Event) -> None:
+        while True:
+            x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+            with contextlib.nullcontext(0) if self.plain else autograd.context() as context:
+                y = x
+                for name in self.names[1:3]:
+                    y = rpc.rpc_sync(name, torch.mul, args=(y, x))
+                if self.plain:
+                    y.sum().backward()
+                    found = x.grad
+                else:
+                    autograd.backward(context, [y.sum()], timeout=self.timeout)
+                    found = autograd.get_gradients(context)[x]
+            assert torch.equal(found, torch.full_like(x, 3.0)), f"beside: {found}"
+            if over.is_set():
+                return
+
     def _collect(self, wire: RemoteWire, places: list[Place], outcome: Outcome) -> None:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        if outcome.error is not None or self.plain:
+        if outcome.error is not None:  # else `.grad` is complete when backward() has returned
             self._wait_for_passes()  # others may still be in a hook, with the leaf's `.grad` set aside
         for place in places:
             number_of = {id(leaf): number for number, leaf in place.leaves.items()}
@@ -413,7 +482,11 @@ def check_graph(party: Party, program: Program, seed: int = 0, traits: Counter[s
             if traits is not None:
                 traits[REFUSED] += 1
             return
-        compare(expected, party.run(program, seed), program if party.plain else None)
+        actual = party.run(program, seed)
+        if traits is not None:
+            traits["results in exceptions"] += party.raises
+            traits["passes on threads of their own, beside others"] += party.in_threads
+        compare(expected, actual, program if party.plain else None)
     except Exception as error:
         error.add_note(f"seed {seed}: {program}")
         raise
