@@ -192,6 +192,7 @@ def test_a_peer_gives_back_no_more_than_it_has(world, lent, caplog, count, way):
         else:
             a.references.incoming(Envelope(Kind.CALL, 1, dropped=((lent.id, count),)), peer)
     assert lent.credits == {B: 1, C: 1}
+    world.drain()
     assert f"worker 'c' (id 2) gives back {count} credits for the value {lent.id} of worker 'a'" in caplog.text
     for handle in [*world.nodes[B].handles, *world.nodes[C].handles]:
         handle.drop()
@@ -206,6 +207,7 @@ def test_a_loan_is_ended_by_the_owner_only(world, lent, caplog, liar):
     (loan,) = b.references._loans
     b.references.on_message(liar, Return(loan, C))
     assert set(b.references._loans) == {loan}
+    world.drain()
     assert f"ends the loan of value {lent.id}" in caplog.text
 
 
@@ -219,6 +221,7 @@ def test_a_loan_to_another_worker_is_not_ended_by_a_hold_of_a_third(world, lent,
     task()
     deliver(world, a, b)
     assert set(b.references._loans) == {loan}
+    world.drain()
     assert "ends the loan" in caplog.text
 
 
@@ -226,6 +229,7 @@ def test_a_hold_of_a_value_that_never_was_counts_for_nothing(world, lent, caplog
     a = world.nodes[A]
     before = dict(a.references._owned)
     assert a.references.on_message(B, Hold(lent.id, 12345)) is None  # a loan by a itself, the owner
+    world.drain()
     assert "the owner, has lent it" in caplog.text
     task = a.references.on_message(B, Hold(99, (C << 48) + 1))  # an id that a has never given to a value
     task()

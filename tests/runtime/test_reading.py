@@ -15,6 +15,8 @@ from telegrad.messages import Call, Envelope, Kind
 from telegrad.primitives import current, interrupts
 from telegrad.primitives.waiter import Waiter
 
+UNCHECKED = True  # threads of the bench stop in the middle of all that is checked
+
 Switches = Sequence[tuple[int, int]]
 
 

@@ -95,6 +95,9 @@ def not_understood(header: bytes) -> DecodeError:
     )
 
 
+_OUT_OF_MEMORY = f"{OutOfMemoryError.__module__}.{OutOfMemoryError.__qualname__}"
+
+
 class Packed(Frames, eq=False):
     """A message that is on its way out. It has no header before `encode_envelope`."""
 
@@ -207,8 +210,8 @@ class Codec(Values):
             return _decode_control[envelope.kind](frames.buffers[0])
         except (msgspec.MsgspecError, IndexError) as error:
             if frames.missing and envelope.kind == Kind.DONE:  # only one of a failure is large
-                lost = OutOfMemoryError(f"its part has failed, and the report could not be read: {frames.missing}")
-                return Done(envelope.reply_to, self.encode_exception(lost, "", Hello("", -1, "")))
+                text = f"its part has failed, and the report could not be read: {frames.missing}"
+                return Done(envelope.reply_to, Failure(b"", _OUT_OF_MEMORY, text, ""))
             if frames.missing:
                 raise OutOfMemoryError(frames.missing) from None
             raise DecodeError(f"a message of kind {envelope.kind} that makes no sense: {error}") from error
@@ -311,6 +314,8 @@ class Codec(Values):
                 if is_interrupt(failed):
                     raise
                 # Else it is of a type that is not known here, or whose constructor wants other arguments.
+        elif failure.type_name == _OUT_OF_MEMORY:  # it was made where nothing may be pickled
+            error = OutOfMemoryError(failure.text)
         if not isinstance(error, BaseException):
             error = RemoteError(
                 f"{failure.type_name} on worker {worker!r}: {failure.text} (Original exception on remote side was of a "
