@@ -14,8 +14,10 @@ import torch
 
 import telegrad
 from telegrad import profiler, rpc
+from telegrad.messages import Envelope, Kind, Profiling, Session, Settings
 from telegrad.primitives import current, interrupts
 from telegrad.runtime import torch_profiler
+from telegrad.transport.base import Frames
 
 PATIENCE = 20.0
 SOURCE = Path(telegrad.__file__).parent
@@ -110,3 +112,18 @@ def test_a_profile_inside_of_another_leaves_that_one_as_it_is(server):
                 pass
             rpc.rpc_sync("a", echo, args=(1,), timeout=PATIENCE)
         assert set(outer.trace.about["workers"]) == {"driver", "a"}
+
+
+@pytest.mark.parametrize("takes_part", [True, False])
+def test_a_message_that_comes_after_its_session_has_ended_does_not_begin_it_again(takes_part):
+    with telegrad.LocalCluster(["a"], transport="inproc") as cluster:
+        (a,) = (worker for worker in cluster._in_process if worker.name == "a")
+        session = Session(cluster.worker.new_message_id(), Settings())
+        marked = Envelope(Kind.CALL, cluster.worker.new_message_id(), profiling=Profiling(None, session))
+        connection = cluster.worker.calls.peers.find("a").connection
+        if takes_part:
+            a.recorder.on_read(marked, connection, Frames(b"", []), 0.0)
+            assert a.recorder.session == session
+        a.recorder.drop(session.id)
+        a.recorder.on_read(marked, connection, Frames(b"", []), 0.0)
+        assert a.recorder.session is None

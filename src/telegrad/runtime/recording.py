@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ..worker import Worker
 
 MOST_ROWS = 4_000_000  # of one worker; about a gigabyte
+_MOST_ENDED = 100  # sessions
 _TELLING = 30.0  # seconds in which the root hears of a worker that takes part
 _ANSWERS = frozenset((int(Kind.REPLY), int(Kind.FAILURE), int(Kind.DONE)))
 
@@ -124,6 +126,9 @@ class Recorder:
         self._events = events
         self._lock = threading.Lock()  # guards the beginning and the end of a recording
         self._recording: _Recording | None = None
+        # Sessions that have ended here: a late message must not begin one again, which nobody would end. Its single
+        # operations are atomic.
+        self._ended: deque[int] = deque(maxlen=_MOST_ENDED)
         self._unsubscribe: Callable[[], None] | None = None  # there while there is a recording
         self.on_joined: Callable[[int], None] | None = None  # of a root: a worker takes part
 
@@ -147,7 +152,7 @@ class Recorder:
         if session is None:
             return
         recording = self._recording
-        if recording is None and envelope.kind not in _ANSWERS:
+        if recording is None and envelope.kind not in _ANSWERS and session.id not in self._ended:
             recording = self._begin(session, has_joined=False)
         if recording is not None and recording.session.id == session.id:
             kind, peer = KIND_NAMES.get(envelope.kind, "?"), connection.peer.name
@@ -269,6 +274,7 @@ class Recorder:
 
     def drop(self, session_id: int) -> None:
         """Ends the recording, if it is of that session, and keeps nothing of it."""
+        self._ended.append(session_id)  # also where no message of it has come yet
         recording = self._recording
         if recording is not None and recording.session.id == session_id:
             self._drop(recording)
@@ -278,6 +284,7 @@ class Recorder:
             self._hold(recording)
             with self._lock:
                 if self._recording is recording:
+                    self._ended.append(recording.session.id)
                     self._recording = None
                     unsubscribe, self._unsubscribe = self._unsubscribe, None
                     if unsubscribe is not None:
