@@ -120,6 +120,7 @@ def test_a_message_that_comes_after_its_session_has_ended_does_not_begin_it_agai
         (a,) = (worker for worker in cluster._in_process if worker.name == "a")
         session = Session(cluster.worker.new_message_id(), Settings())
         marked = Envelope(Kind.CALL, cluster.worker.new_message_id(), profiling=Profiling(None, session))
+        rpc.rpc_sync("a", echo, args=(1,), timeout=PATIENCE)  # they have met
         connection = cluster.worker.calls.peers.find("a").connection
         if takes_part:
             a.recorder.on_read(marked, connection, Frames(b"", []), 0.0)
