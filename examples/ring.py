@@ -32,7 +32,8 @@ def pass_on(token: torch.Tensor, ring: list[str], path: list[int]) -> tuple[torc
     The workers have never seen this script. The function travels to them by value, once.
     """
     here = ring.index(rpc.get_worker_info().name)
-    token[here] += 1  # a copy of our own: the sender's token stays as it was
+    token = token.clone()  # arguments are copies: what is changed in them the sender does not see
+    token[here] += 1
     path = [*path, os.getpid()]
     if here == len(ring) - 1:
         return token, path

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -65,7 +66,7 @@ class Events:
         # Replaced as a whole, never changed in place: it is read with no lock.
         self.subscribers: tuple[Callable[[Event], None], ...] = ()
         self._changing = threading.Lock()  # guards the replacing
-        self.submit: Callable[[Callable[[], None]], object] = lambda task: task()  # has another thread run a task
+        self._submit: Callable[[], Callable[[Callable[[], None]], object] | None] = lambda: None
 
     def subscribe(self, subscriber: Callable[[Event], None]) -> Callable[[], None]:
         """Calls `subscriber` with each event, on the thread where it happens. Returns a function that ends it."""
@@ -78,6 +79,11 @@ class Events:
 
         return unsubscribe
 
+    def log_by(self, submit: Callable[[Callable[[], None]], object]) -> None:
+        """Has the threads that `submit` belongs to log failures of subscribers. Weakly: a subscription, which may be
+        kept for long, must not keep the worker."""
+        self._submit = weakref.WeakMethod(submit)  # type: ignore[arg-type]
+
     def span(self, stage: str, kind: str, message_id: int, peer: str, detail: str = "") -> Span:
         """Reports that a stage has started, and, as a context manager or by `end`, that it is over."""
         self.emit(Event(stage, "started", kind, message_id, peer, 0, detail, 0, time.perf_counter()))
@@ -89,7 +95,8 @@ class Events:
                 subscriber(event)
             except Exception as error:  # a reader must never break the run
                 text = "an event subscriber failed and was ignored: %r: %s"
-                log_by(self.submit, logging.ERROR, text, subscriber, repr(error))
+                submit = self._submit() or (lambda task: task())
+                log_by(submit, logging.ERROR, text, subscriber, repr(error))
 
 
 class Span(NamedTuple):

@@ -75,7 +75,7 @@ class Worker:
         self._threads = Threads(
             member.name, self._poller, options.idle_thread_timeout, self._on_thread_start, self._tick
         )
-        self.events.submit = self._threads.submit
+        self.events.log_by(self._threads.submit)
         self._lease = ReadLease(self._poller, options.spin)
         self._codec = Codec(member.id, hello.main, options.strict_devices, options.plain)
         self._pending = PendingCalls(self._on_expired, self._threads.new_timer, self._threads.submit)
@@ -205,7 +205,8 @@ class Worker:
                 call.window.enter(counted, call.depth, call.deadline)
                 call.nbytes = counted
                 timeout = None if call.deadline is None else max(0.0, call.deadline - clock.now())
-                envelope.timeout = timeout
+                # With no time left the caller has given up; that the message was late is not for its receiver to mind.
+                envelope.timeout = timeout or call.timeout
             packed.header = encode_envelope(envelope)
             if self.events.subscribers:
                 report(self.events, "write", "started", envelope, connection, packed.nbytes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +26,13 @@ from telegrad.primitives.current import current_worker
 
 def ones() -> torch.Tensor:
     return torch.ones(3, requires_grad=True)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def wait_until_nothing_is_left(workers: dict[str, Any]) -> None:
@@ -133,7 +141,7 @@ def test_a_worker_that_forgets_what_it_was_not_sent(workers, caplog):
     found = rpc.rpc_sync("b", torch.mul, args=(x, 2))
     (id, *_) = workers["b"].contexts.plain.sends
     assert workers["b"].contexts.plain.on_forgotten(workers["c"].id, [id, 17]) is None
-    assert "has forgotten 1 tensors that it was not sent" in caplog.text
+    wait_until(lambda: "has forgotten 1 tensors that it was not sent" in caplog.text)
     found.sum().backward()
     assert x.grad is not None
 

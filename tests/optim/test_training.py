@@ -404,6 +404,7 @@ def step_of(optimizer: RRef[Any]) -> None:
     optimizer.local_value().step()
 
 
+@pytest.mark.parametrize("cluster", ["unix"], indirect=True)  # in one process the root ends the pass on all itself
 @pytest.mark.parametrize("by", ["driver", "c"])
 def test_a_step_that_did_not_hear_of_the_end_of_a_pass_is_not_made(by):
     here, there = pair()

@@ -65,7 +65,8 @@ class _Thread(threading.local):
     relieve: Callable[[], None] | None = None  # ends this thread's Turn with the read lease; None: it has none
 
     def __init__(self) -> None:
-        self.is_main = threading.current_thread() is threading.main_thread()
+        # Not by current_thread(), which would keep an object for each thread that Python has not started.
+        self.is_main = threading.get_ident() == threading.main_thread().ident
         self.used_devices: list[Any] = []  # of tensors that this thread has decoded: see futures.py
 
 
