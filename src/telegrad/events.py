@@ -82,7 +82,7 @@ class Events:
     def log_by(self, submit: Callable[[Callable[[], None]], object]) -> None:
         """Has the threads that `submit` belongs to log failures of subscribers. Weakly: a subscription, which may be
         kept for long, must not keep the worker."""
-        self._submit = weakref.WeakMethod(submit)  # type: ignore[arg-type]
+        self._submit = weakref.WeakMethod(submit)
 
     def span(self, stage: str, kind: str, message_id: int, peer: str, detail: str = "") -> Span:
         """Reports that a stage has started, and, as a context manager or by `end`, that it is over."""

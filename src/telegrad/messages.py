@@ -90,6 +90,7 @@ class Modes(msgspec.Struct, frozen=True, array_like=True):
     autocast_cache: bool = True
     anomaly: bool = False
     check_nan: bool = True  # with `anomaly`
+    recomputes: bool = False  # for a checkpoint: see runtime/recomputing.py
 
 
 class Settings(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

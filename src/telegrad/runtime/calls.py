@@ -18,6 +18,7 @@ from signal import SIGINT
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, is_anomaly_enabled, is_grad_enabled, is_inference_mode_enabled
 
 from .._torch import BaseFuture, current_graph_task_id, is_any_autocast_enabled
@@ -36,7 +37,7 @@ from ..events import Span, logger
 from ..gradients import plain
 from ..gradients.contexts import Context
 from ..gradients.torch_modes import current_modes, is_changed, restore_defaults
-from ..messages import Call, Envelope, Failure, Hello, Kind, WorkerInfo
+from ..messages import Call, Envelope, Failure, Hello, Kind, Modes, WorkerInfo
 from ..primitives import clock, current, interrupts
 from ..primitives.futures import Future, devices, use_devices
 from ..primitives.interrupts import blocking, calling_back, getsignal, in_finaliser, on_signal
@@ -49,6 +50,7 @@ from .call_errors import why_no_answer, why_not_sent
 from .peers import Peer, Peers
 from .pending import UNSET_TIMEOUT, PendingCall, PendingCalls, effective_timeout
 from .reader import Reader
+from .recomputing import is_recomputing
 from .threads import Threads
 
 if TYPE_CHECKING:
@@ -165,7 +167,7 @@ class Calls:
     ) -> PendingCall:
         """Sends a call. It is pending from before its message is written until it completes."""
         worker, serving, context_id = self._worker, current.serving.get(), current.context_id.get()
-        if current_graph_task_id() >= 0:  # in torch's engine, which may run this on a thread of its own
+        if in_engine := current_graph_task_id() >= 0:  # which may run this on a thread of its own
             serving, context_id = current.current_serving(), current.current_context_id()
         if current.thread.relieve is not None:
             current.thread.relieve()
@@ -189,6 +191,8 @@ class Calls:
         modes = None
         if not is_grad_enabled() or is_inference_mode_enabled() or is_any_autocast_enabled() or is_anomaly_enabled():
             modes = current_modes()
+        if in_engine and connection.transport != "inproc" and is_recomputing():
+            modes = replace(modes or Modes(), recomputes=True)
         envelope = Envelope(_CALL, call.id, 0, limit, depth, modes)
         if maps := worker.options.device_maps:
             envelope.device_map = maps.get(call.peer)

@@ -32,6 +32,7 @@ from ..serialization.codec import Codec
 from ..transport.base import Connection
 from . import profiled_calls
 from .changes import PLAIN, Sample, Watched, changed, watch
+from .recomputing import Recomputation
 from .threads import Threads
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class Server:
         if (call.kwargs or not PLAIN.issuperset(map(type, call.args))) and not hasattr(function, ASYNC_MARK):
             if self._sample.takes(call, name):
                 watched = watch(call)
+        recomputes = None if envelope.modes is None or not envelope.modes.recomputes else Recomputation(self)
         began = clock.now()
         try:
             thread.critical = 0  # users' code: see interrupts.py
@@ -154,6 +156,8 @@ class Server:
                 result = self._run_profiled(envelope, call, name)
         finally:
             thread.critical = 1
+        if recomputes is not None:
+            recomputes.check(self._worker.name, name)
         if clock.now() - began > SLOW:
             if len(self._slow) < _MOST_SLOW:
                 self._slow.add(name)

@@ -1,0 +1,72 @@
+"""Calls inside of checkpoints are made again in the backward pass, where the callee may draw no random numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import telegrad
+from telegrad import rpc
+
+
+def dropped(x: torch.Tensor) -> torch.Tensor:
+    return torch.dropout(x, 0.5, True)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def dropped_by_seed(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rand(x.shape, generator=torch.Generator().manual_seed(1)).round()
+
+
+def dropped_in_a_checkpoint(x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(dropped, x, use_reentrant=False)
+
+
+def forward(function: object, reentrant: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.ones(64, requires_grad=True)
+    return x, checkpoint(lambda x: rpc.rpc_sync("a", function, args=(x,)).sin(), x, use_reentrant=reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("function", [doubled, dropped_by_seed])
+def test_a_call_without_random_numbers_is_made_again(module_cluster, function, reentrant):
+    x, y = forward(function, reentrant)
+    y.sum().backward()
+    other = torch.ones(64, requires_grad=True)
+    function(other).sin().sum().backward()
+    assert torch.equal(x.grad, other.grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_random_numbers_that_are_drawn_again_are_refused(module_cluster, reentrant):
+    _, y = forward(dropped, reentrant)
+    with pytest.raises(RuntimeError, match="dropped on worker 'a' has drawn random numbers in the recomputation"):
+        y.sum().backward()
+
+
+def test_a_checkpoint_inside_of_the_function_preserves_them(module_cluster):
+    x = torch.ones(64, requires_grad=True)
+    y = rpc.rpc_sync("a", dropped_in_a_checkpoint, args=(x,))
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_workers_of_one_process_draw_what_is_preserved(reentrant):
+    with telegrad.LocalCluster(["a"], transport="inproc"):
+        x = torch.ones(64, requires_grad=True)
+        y = checkpoint(lambda x: rpc.rpc_sync("a", dropped, args=(x,)), x, use_reentrant=reentrant)
+        y.sum().backward()
+        assert torch.equal(x.grad, y.detach())
+
+
+def test_a_call_of_a_hook_may_draw(module_cluster):
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: rpc.rpc_sync("a", torch.rand, args=(3,)) * 0 + gradient)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
