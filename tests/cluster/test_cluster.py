@@ -339,6 +339,25 @@ def fork_and(ending: str) -> tuple[int, str]:
     return -1, ""
 
 
+def train_in_a_fork() -> int:
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = 1
+    try:
+        with telegrad.LocalCluster(["a"], transport="inproc"):
+            x = torch.ones(1, requires_grad=True)
+            rpc.rpc_sync("a", torch.mul, (x, 2)).sum().backward()
+            status = 4 if x.grad == 2 else 2
+    finally:
+        os._exit(status)
+
+
+def test_a_fork_of_a_worker_may_start_workers_of_its_own(server):
+    with telegrad.LocalCluster(["a"], server=server, options=telegrad.Options(rpc_timeout=PATIENCE)) as cluster:
+        assert cluster.call("a", train_in_a_fork) == 4
+
+
 def scaled_with_hook(x: torch.Tensor, ending: str) -> torch.Tensor:
     y = x * 2
     y.register_hook(lambda _: FORKED.append(fork_and(ending)))

@@ -166,6 +166,21 @@ def test_a_fork_has_none_of_it():
         assert state() == (True, True)
 
 
+def test_a_fork_that_is_made_inside_leaves_it():
+    inside = anomaly_mode(True)
+    inside.__enter__()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            inside.__exit__(None, None, None)
+            status = torch.is_anomaly_enabled()
+        finally:
+            os._exit(status)
+    inside.__exit__(None, None, None)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_it_is_a_mode_like_others():
     assert current_modes() is None
     with detect_anomaly():

@@ -343,6 +343,31 @@ def test_a_grad_that_cannot_be_added_to(workers, place):
     check_nothing_is_left()
 
 
+def test_an_error_at_the_root_is_its_own(workers, monkeypatch):
+    """A call that is read meanwhile adds to `.grad` what is due: it must be answered, and backward() fails."""
+    driver, here = workers["driver"], threading.get_ident()
+    commits = driver.engine.parts.commits
+    add_due = commits.add_due
+
+    def after_a_call() -> None:
+        if threading.get_ident() == here:
+            called = InThread(lambda: driver.call("b", rpc.rpc_sync, ("driver", abs, (-1,)), timeout=PATIENCE))
+            assert called.wait().error is None
+        add_due()
+
+    with autograd.context() as context_id:
+        loss = forward()
+        leaf = programs._leaves[driver]["first"]
+        leaf.grad = torch.zeros(()).expand(3)
+        monkeypatch.setattr(commits, "add_due", after_a_call)
+        with soon(), pytest.raises(errors.BackwardError):
+            autograd.backward(context_id, [loss], timeout=PATIENCE, into="grad")
+        monkeypatch.undo()
+        leaf.grad = None
+    check_works()
+    check_nothing_is_left()
+
+
 def grad_here(place: str) -> Tensor | None:
     return programs._leaves[current.current_worker()][place].grad
 

@@ -151,6 +151,12 @@ class Store:
         self.found[0].add_(1)
 
 
+def test_a_remote_module_that_is_called_by_names_only(cluster, told):
+    layer = RemoteModule("a", Layer)
+    assert torch.equal(layer(x=torch.ones(2)), torch.full((2,), 2.0))
+    assert told() == []
+
+
 def test_methods_of_values(cluster, told):
     store = rpc.remote("a", Store, args=([],))  # the value has it: nothing is lost
     for _ in range(2):

@@ -46,7 +46,8 @@ def anomaly_mode(check_nan: bool) -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _holds.remove(check_nan)
+            if check_nan in _holds:  # else this is a fork, made in the body
+                _holds.remove(check_nan)
             _apply_locked()
 
 

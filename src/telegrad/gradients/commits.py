@@ -53,7 +53,8 @@ class Commits:
             self._adding.release()
 
     def add_up(self, local: LocalPass) -> None:
-        """Adds the gradients of a finished part to the context's, or to `.grad`. Any number of times."""
+        """Adds the gradients of a finished part to the context's, or to `.grad`. Any number of times. What it raises for
+        a root's own part is left to check()."""
         context, begin = local.context, local.begin
         assert context is not None
         assert begin is not None
@@ -69,12 +70,22 @@ class Commits:
                     with context.lock:
                         context.gradients.take_over(gradients)
         except Exception as error:
-            if local.part.is_root:
-                raise
+            if local.part.is_root:  # for backward(): this thread may be one that has come with something else
+                local.not_added = error
+                return
             # Without its traceback: a log handler that keeps it would keep the frames, and what they hold.
             logger.error("the gradients of pass %d could not be added up: %s", local.pass_id, text_of(error))
         finally:
             self._forget(local)
+
+    def check(self, local: LocalPass) -> None:
+        """Raises what was raised when the gradients of a root's own part were added up, on whichever thread."""
+        error, local.not_added = local.not_added, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # which refers to this frame
 
     def _warn_of_sharing(self, root: int, gradients: GradientTable) -> None:
         """Warns once when gradients of passes that were begun on different workers meet in one `.grad`."""

@@ -80,6 +80,7 @@ class LocalPass(msgspec.Struct, eq=False):
     results: tuple[Gradient, ...] = ()  # of grad()
     committing: Any = msgspec.field(default_factory=RLock)  # guards `gradients`
     gradients: GradientTable | None = None
+    not_added: Exception | None = None  # at the root: what was raised when they were added up
 
     def start(self, contexts: Contexts) -> list[PartInstruction]:
         """Looks up the tensors that will get gradients, and begins."""

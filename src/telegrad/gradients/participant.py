@@ -9,6 +9,7 @@ A thread that reads carries out only what takes no time, and returns the rest as
 from __future__ import annotations
 
 import logging
+import os
 from _thread import RLock  # threading.RLock is Python code
 from collections import OrderedDict
 from collections.abc import Callable
@@ -50,6 +51,7 @@ class Parts:
     ) -> None:
         self._name = member.name
         self._id = member.id
+        self._pid = os.getpid()
         self._contexts = contexts
         self._host = host
         self._report_here = report_here
@@ -238,6 +240,8 @@ class Parts:
                         self.commits.add_due()
                     else:
                         self.commits.add_up(local)
+                    if not reading:
+                        self.commits.check(local)
                 case Interrupt():
                     local.interrupt(self._id, reason or "it failed")
                 case Discard():
@@ -277,7 +281,8 @@ class Parts:
                     break
         except BaseException as raised:
             error = raised
-        leave_if_orphan(error)
+        if os.getpid() != self._pid:  # in a fork; but a worker that was started there runs its passes to the end
+            leave_if_orphan(error)
         if running is not None:
             running.end()
         try:

@@ -59,7 +59,8 @@ class Sample:
         args = call.args
         key: Any = name
         if id(call.function) in _of_users:
-            key = name, args[0] if type(args[0]) is int else 0, args[1] if type(args[1]) is str else ""
+            method = args[1] if len(args) > 1 and type(args[1]) is str else ""
+            key = name, args[0] if type(args[0]) is int else 0, method
         count = self._counts.get(key, 0)
         if count >= _ALL and count % _ONE_IN:
             self._counts[key] = count + 1
