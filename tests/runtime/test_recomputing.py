@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import telegrad
-from telegrad import rpc
+from telegrad import functions, rpc
 
 
 def dropped(x: torch.Tensor) -> torch.Tensor:
@@ -22,6 +25,33 @@ def dropped_by_seed(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rand(x.shape, generator=torch.Generator().manual_seed(1)).round()
 
 
+def dropped_in_a_fork(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return dropped(x)
+
+
+def dropped_elsewhere(x: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync("b", dropped, args=(x,))
+
+
+class Later(torch.futures.Future):
+    """Is done, with random numbers, when someone waits for it."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__()
+        self.x = x
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        super().add_done_callback(callback)
+        self.set_result(dropped(self.x))
+
+
+@functions.async_execution
+def dropped_later(x: torch.Tensor) -> Later:
+    return Later(x)
+
+
 def dropped_in_a_checkpoint(x: torch.Tensor) -> torch.Tensor:
     return checkpoint(dropped, x, use_reentrant=False)
 
@@ -32,7 +62,7 @@ def forward(function: object, reentrant: bool) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("function", [doubled, dropped_by_seed])
+@pytest.mark.parametrize("function", [doubled, dropped_by_seed, dropped_in_a_fork])
 def test_a_call_without_random_numbers_is_made_again(module_cluster, function, reentrant):
     x, y = forward(function, reentrant)
     y.sum().backward()
@@ -42,9 +72,10 @@ def test_a_call_without_random_numbers_is_made_again(module_cluster, function, r
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_random_numbers_that_are_drawn_again_are_refused(module_cluster, reentrant):
-    _, y = forward(dropped, reentrant)
-    with pytest.raises(RuntimeError, match="dropped on worker 'a' has drawn random numbers in the recomputation"):
+@pytest.mark.parametrize(("function", "where"), [(dropped, "a"), (dropped_later, "a"), (dropped_elsewhere, "b")])
+def test_random_numbers_that_are_drawn_again_are_refused(module_cluster, reentrant, function, where):
+    _, y = forward(function, reentrant)
+    with pytest.raises(RuntimeError, match=f"dropped.* on worker '{where}' has drawn random numbers in the recomputation"):
         y.sum().backward()
 
 

@@ -2,7 +2,10 @@
 
 torch restores the random numbers of the caller's process for that, and cannot restore those of the callee: a dropout
 there would draw another mask, and gradients would belong to a forward pass that never was. The caller marks such a call
-(`Modes.recomputes`), and the callee refuses the result if the function has drawn random numbers.
+(`Modes.recomputes`), and the callee refuses the result if the function has drawn random numbers. So do the callees of
+calls that the function makes.
+
+torch does not say which thread has drawn: a thread of the callee's own that draws meanwhile is taken for the function.
 
     is_recomputing()    at the caller: whether this call is one of these
     Recomputation()     at the callee, before the function runs;  check() after it
@@ -58,9 +61,10 @@ class Recomputation:
         if all(map(torch.equal, self._states, _random_states())):
             return
         text = (
-            f"{function} on worker {worker!r} has drawn random numbers in the recomputation of a checkpoint. They "
-            "differ from those of its forward pass, so gradients would be wrong: put the checkpoint inside of the "
-            "remote function or module, where it preserves them, or draw from a torch.Generator that the function seeds"
+            f"{function} on worker {worker!r} has drawn random numbers in the recomputation of a checkpoint (or another "
+            "thread of that worker has, meanwhile). They differ from those of its forward pass, so gradients would be "
+            "wrong: put the checkpoint inside of the remote function or module, where it preserves them; or have the "
+            "function draw inside of torch.random.fork_rng(), after a torch.manual_seed() of its own in there"
         )
         if self._is_alone and self._server.calls_served == self._calls:
             raise GradientError(text)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import traceback
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,8 @@ class Server:
         self._slow: set[str] = set()  # functions that took long the last time
         self._commits = worker.engine.parts.commits  # see Note [.grad before the next call]
         self._sample = Sample()
+        # By message id: for calls of checkpoints whose functions have returned a future. Its operations are atomic.
+        self._to_check: dict[int, Callable[[], None]] = {}
         self._told: set[tuple[str, str]] = set()  # callers and functions: that its arguments were changed
         self._closed = False
         self.calls_served = 0
@@ -84,7 +87,8 @@ class Server:
         caller = connection.peer.name
         self._serving[envelope.id] = caller
         self.calls_served += 1
-        token = current.serving.set(current.Serving(caller, envelope.id, deadline, envelope.depth))
+        recomputes = envelope.modes is not None and envelope.modes.recomputes
+        token = current.serving.set(current.Serving(caller, envelope.id, deadline, envelope.depth, recomputes))
         autograd = envelope.autograd
         if autograd is not None:
             context_token = current.context_id.set(autograd.context)
@@ -156,19 +160,22 @@ class Server:
                 result = self._run_profiled(envelope, call, name)
         finally:
             thread.critical = 1
-        if recomputes is not None:
+        is_async = hasattr(function, ASYNC_MARK)
+        if recomputes is not None and not is_async:
             recomputes.check(self._worker.name, name)
         if clock.now() - began > SLOW:
             if len(self._slow) < _MOST_SLOW:
                 self._slow.add(name)
         elif name in self._slow:
             self._slow.discard(name)
-        if hasattr(function, ASYNC_MARK):
+        if is_async:
             if not isinstance(result, BaseFuture):
                 raise RuntimeError(
                     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                     f"{name} returned a {type(profiled_calls.value_of(result)).__name__}"
                 )
+            if recomputes is not None:
+                self._to_check[envelope.id] = partial(recomputes.check, self._worker.name, name)
             return result, True, ""
         changes = self._changes_of(envelope, name, watched, result) if watched is not None else ""
         return result, hasattr(function, MAY_WAIT) and isinstance(result, BaseFuture), changes
@@ -200,8 +207,11 @@ class Server:
         self._threads.submit(partial(self._answer_future, connection, call, future))
 
     def _answer_future(self, connection: Connection, call: Envelope, future: Any) -> None:
+        check = self._to_check.pop(call.id, None) if self._to_check else None
         try:
             result = BaseFuture.wait(future)  # and not value(): this thread's streams wait for those that made it
+            if check is not None:
+                check()
         except BaseException as error:
             self._answer_failure(connection, call, error)
         else:
