@@ -26,6 +26,24 @@ def test_importing_runs_no_backward_and_imports_nothing_of_the_command_line() ->
     assert done.returncode == 0, done.stderr
 
 
+WITHOUT_C10 = """
+import ctypes, torch
+def missing(name, *args, load=ctypes.CDLL, **kwargs):
+    if "c10" in str(name):
+        raise OSError(f"{name}: cannot open shared object file")
+    return load(name, *args, **kwargs)
+ctypes.CDLL = missing
+import telegrad.rpc, telegrad._torch
+assert telegrad._torch.cpp_log_level is None
+"""
+
+
+def test_a_torch_whose_libraries_lie_elsewhere() -> None:
+    """As some distributions have it. What is looked for there only makes logs shorter."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_C10], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="module 'telegrad' has no attribute 'nothing'"):
         _ = telegrad.nothing

@@ -75,8 +75,11 @@ is_newer_profiler_on = partial(getattr, torch.autograd.profiler, "_is_profiler_e
 parse_legacy_records = cast(Any, torch.autograd.profiler_legacy)._parse_legacy_records
 
 # stores: their least severity of messages on stderr that is shown (0 info, 1 warnings, 2 errors), of the whole process
-c10 = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
-cpp_log_level = ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level") if hasattr(c10, "FLAGS_caffe2_log_level") else None
+try:
+    c10 = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+    cpp_log_level = ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level")
+except (OSError, ValueError):  # a torch whose libraries lie elsewhere, or that has logs of another kind
+    c10 = cpp_log_level = None  # type: ignore[assignment]
 
 # devices; a torch without CUDA has not got them
 cuda_device: Any = getattr(_C, "_cuda_getDevice", None)

@@ -75,7 +75,9 @@ def test_a_call_without_random_numbers_is_made_again(module_cluster, function, r
 @pytest.mark.parametrize(("function", "where"), [(dropped, "a"), (dropped_later, "a"), (dropped_elsewhere, "b")])
 def test_random_numbers_that_are_drawn_again_are_refused(module_cluster, reentrant, function, where):
     _, y = forward(function, reentrant)
-    with pytest.raises(RuntimeError, match=f"dropped.* on worker '{where}' has drawn random numbers in the recomputation"):
+    with pytest.raises(
+        RuntimeError, match=f"dropped.* on worker '{where}' has drawn random numbers in the recomputation"
+    ):
         y.sum().backward()
 
 

@@ -53,8 +53,8 @@ class Commits:
             self._adding.release()
 
     def add_up(self, local: LocalPass) -> None:
-        """Adds the gradients of a finished part to the context's, or to `.grad`. Any number of times. What it raises for
-        a root's own part is left to check()."""
+        """Adds the gradients of a finished part to the context's, or to `.grad`. Any number of times. What is raised at
+        a root is left to check()."""
         context, begin = local.context, local.begin
         assert context is not None
         assert begin is not None

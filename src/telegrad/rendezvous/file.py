@@ -17,6 +17,8 @@ from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-define
 
 from ..errors import RendezvousError
 
+_ALL_USERS = (1 << 32) - 1  # numbers in the map of a machine's own users
+
 
 def open_file_store(path: str, *, create: bool = True) -> FileStore:
     """Opens the store in a file, which is made if need be.
@@ -44,8 +46,9 @@ def _checked(path: str, *, create: bool) -> str:
     directory = os.path.realpath(os.path.dirname(path) or ".")
     real = os.path.join(directory, os.path.basename(path))
     try:
+        owners = {0, os.geteuid(), *_unseen_root()}
         for folder in (Path(directory), *Path(directory).parents):
-            if why := _why_not_safe(os.stat(folder), {0, os.geteuid()}):
+            if why := _why_not_safe(os.stat(folder), owners):
                 raise _refused(path, f"the directory {str(folder)!r} {why}, who could replace the file")
         made = os.O_CREAT if create else 0
         fd = os.open(real, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | made, 0o600)
@@ -76,6 +79,17 @@ def _why_not_safe(found: os.stat_result, owners: set[int]) -> str:
     if found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid):
         return f"can be written to by group {found.st_gid}"
     return ""
+
+
+def _unseen_root() -> set[int]:
+    """Returns the user that the machine's root is shown as in a container that was started without root's rights, and
+    has no number for it there: /, /tmp and all programs seem to belong to that one."""
+    with open("/proc/self/uid_map") as file:
+        ranges = [(int(first), int(count)) for first, _, count in map(str.split, file)]
+    with open("/proc/sys/kernel/overflowuid") as file:
+        unseen = int(file.read())
+    is_complete = sum(count for _, count in ranges) >= _ALL_USERS
+    return set() if is_complete or any(first <= unseen < first + count for first, count in ranges) else {unseen}
 
 
 def _is_private(gid: int) -> bool:

@@ -61,8 +61,8 @@ class Recomputation:
         if all(map(torch.equal, self._states, _random_states())):
             return
         text = (
-            f"{function} on worker {worker!r} has drawn random numbers in the recomputation of a checkpoint (or another "
-            "thread of that worker has, meanwhile). They differ from those of its forward pass, so gradients would be "
+            f"{function} on worker {worker!r} has drawn random numbers in the recomputation of a checkpoint (or another"
+            " thread of that worker has, meanwhile). They differ from those of its forward pass, so gradients would be "
             "wrong: put the checkpoint inside of the remote function or module, where it preserves them; or have the "
             "function draw inside of torch.random.fork_rng(), after a torch.manual_seed() of its own in there"
         )
