@@ -36,7 +36,7 @@ from torch import Tensor
 import telegrad
 from telegrad import autograd, errors, rpc
 from telegrad.events import Event
-from telegrad.gradients import leaves
+from telegrad.gradients import in_process, leaves
 from telegrad.gradients.backward_pass import BackwardPass, Finish
 from telegrad.messages import Envelope, Kind
 from telegrad.primitives import clock, current
@@ -466,6 +466,24 @@ def test_whatever_a_task_raises_its_connection_is_read_again(caplog):
         with pytest.raises(RuntimeError):
             rpc.rpc_sync("b", fail_at_length, timeout=0.5)
         assert rpc.rpc_sync("b", abs, args=(-1,), timeout=3.0) == 1
+
+
+def test_ctrl_c_while_workers_of_this_process_end_a_pass(workers, monkeypatch):
+    def press(*args: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with autograd.context() as context_id:
+        loss = forward()
+        monkeypatch.setattr(in_process, "finish", press)
+        with pytest.raises(KeyboardInterrupt):
+            autograd.backward(context_id, [loss], timeout=PATIENCE, into="grad")
+        with soon(3.0):
+            wait_until(lambda: not any(w.engine.statistics()["passes"] for w in workers.values()), "its end")
+    for leaf in (leaf for leaves in programs._leaves.values() for leaf in leaves.values()):
+        leaf.grad = None
+    check_works()
+    check_nothing_is_left()
 
 
 def test_ctrl_c_as_all_have_reported(workers, monkeypatch):

@@ -269,10 +269,12 @@ class Engine:
         for instruction in instructions:
             match instruction:
                 case Finish(workers):
-                    if root.begin.into_grad and len(in_process.engines) > 1:
-                        workers = in_process.finish(self, root.begin.pass_id, workers)
                     try:  # the others first: adding this worker's gradients up may fail
-                        self._tell_end(root.begin.pass_id, workers, "")
+                        try:
+                            if root.begin.into_grad and len(in_process.engines) > 1:
+                                workers = in_process.finish(self, root.begin.pass_id, workers)
+                        finally:  # also after Ctrl-C: to those that have ended it, it is no news
+                            self._tell_end(root.begin.pass_id, workers, "")
                     finally:
                         if (local := self.parts.passes.get(root.begin.pass_id)) is not None:
                             self.parts.end(local, "")
