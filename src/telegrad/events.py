@@ -21,6 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from .errors import text_of
 from .primitives.text import clean_lines
 
 logger = logging.getLogger("telegrad")
@@ -96,7 +97,7 @@ class Events:
             except Exception as error:  # a reader must never break the run
                 text = "an event subscriber failed and was ignored: %r: %s"
                 submit = self._submit() or (lambda task: task())
-                log_by(submit, logging.ERROR, text, subscriber, repr(error))
+                log_by(submit, logging.ERROR, text, subscriber, f"{type(error).__name__}: {text_of(error)}")
 
 
 class Span(NamedTuple):

@@ -435,11 +435,17 @@ def test_ids_never_repeat_and_carry_the_worker(cluster):
     assert all(e.message_id >> 48 == rpc.get_worker_info("a").id for e in answers)
 
 
-def test_a_failing_subscriber_breaks_nothing(cluster, monkeypatch):
+class WithoutRepr(RuntimeError):
+    def __repr__(self) -> str:
+        raise ValueError("it has none")
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, WithoutRepr])
+def test_a_failing_subscriber_breaks_nothing(cluster, monkeypatch, kind):
     said, texts = threading.Event(), []
 
     def broken(event: object) -> None:
-        raise RuntimeError("broken subscriber")
+        raise kind("broken subscriber")
 
     def note(record: logging.LogRecord) -> bool:
         texts.append(record.getMessage())
