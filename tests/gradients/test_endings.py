@@ -480,8 +480,9 @@ def test_ctrl_c_while_workers_of_this_process_end_a_pass(workers, monkeypatch):
             autograd.backward(context_id, [loss], timeout=PATIENCE, into="grad")
         with soon(3.0):
             wait_until(lambda: not any(w.engine.statistics()["passes"] for w in workers.values()), "its end")
-    for leaf in (leaf for leaves in programs._leaves.values() for leaf in leaves.values()):
-        leaf.grad = None
+    for found in programs._leaves.values():
+        for leaf in found.values():
+            leaf.grad = None
     check_works()
     check_nothing_is_left()
 

@@ -157,6 +157,28 @@ def test_a_remote_module_that_is_called_by_names_only(cluster, told):
     assert told() == []
 
 
+class CustomList(list):
+    def __len__(self) -> int:
+        raise RuntimeError("a user's code")
+
+    def __reduce__(self) -> Any:
+        return CustomList, ()
+
+
+class CustomSet(set):
+    def __iter__(self) -> Iterator[Any]:
+        raise RuntimeError("a user's code")
+
+    def __reduce__(self) -> Any:
+        return CustomSet, ()
+
+
+@pytest.mark.parametrize("kind", [CustomList, CustomSet])
+def test_no_code_of_users_runs(cluster, told, kind):
+    assert rpc.rpc_sync("a", id, args=(kind(),))
+    assert told() == []
+
+
 def test_methods_of_values(cluster, told):
     store = rpc.remote("a", Store, args=([],))  # the value has it: nothing is lost
     for _ in range(2):

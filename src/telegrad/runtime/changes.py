@@ -140,11 +140,13 @@ def _inside(value: Any) -> Sequence[Any]:
     if isinstance(value, dict):
         return list(dict.values(value)) if value else ()
     if isinstance(value, _SEQUENCES):
-        at: Any = list.__getitem__ if isinstance(value, list) else tuple.__getitem__
-        is_plain = len(value) > _LONG and type(at(value, 0)) in PLAIN and type(at(value, -1)) in PLAIN
-        return () if is_plain else at(value, slice(_MOST))
-    if isinstance(value, _SETS):
-        return list(value)
+        base: Any = list if isinstance(value, list) else tuple  # whose methods a user's class may have replaced
+        at, length = base.__getitem__, base.__len__(value)
+        is_plain = length > _LONG and type(at(value, 0)) in PLAIN and type(at(value, -1)) in PLAIN
+        return () if is_plain else at(value, slice(_MOST))  # type: ignore[no-any-return]
+    for kind in _SETS:
+        if isinstance(value, kind):
+            return list(kind.__iter__(value))
     if isinstance(value, _OPAQUE):
         return ()
     try:
