@@ -143,10 +143,11 @@ def _inside(value: Any) -> Sequence[Any]:
         base: Any = list if isinstance(value, list) else tuple  # whose methods a user's class may have replaced
         at, length = base.__getitem__, base.__len__(value)
         is_plain = length > _LONG and type(at(value, 0)) in PLAIN and type(at(value, -1)) in PLAIN
-        return () if is_plain else at(value, slice(_MOST))  # type: ignore[no-any-return]
+        return () if is_plain else at(value, slice(_MOST))
     for kind in _SETS:
         if isinstance(value, kind):
-            return list(kind.__iter__(value))
+            iterate: Any = kind.__iter__
+            return list(iterate(value))
     if isinstance(value, _OPAQUE):
         return ()
     try:
