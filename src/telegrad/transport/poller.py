@@ -121,8 +121,8 @@ class Poller:
         _retire(self._fds)
 
     def abandon(self) -> None:
-        """In a fork of the process: lets go of the epoll, which is the parent's. The other descriptors stay open as long
-        as this object: what else was copied with it may still write to them."""
+        """In a fork of the process: lets go of the epoll, which is the parent's. The other descriptors stay open as
+        long as this object: what else was copied with it may still write to them."""
         self._closed = True
         self._wake_fd = self._timer_fd = -1
         self._epoll.close()
