@@ -2,7 +2,8 @@
 
 torch restores the random numbers of the caller's process for that, and cannot restore those of the callee: a dropout
 there would draw another mask, and gradients would belong to a forward pass that never was. The caller marks such a call
-(`Modes.recomputes`), and the callee refuses the result if the function has drawn random numbers.
+(`Modes.recomputes`), and the callee refuses the result if the function has drawn random numbers. Calls that the
+function makes meanwhile are marked, too.
 
     is_recomputing()    at the caller: whether this call is one of these
     Recomputation()     at the callee, before the function runs;  check() after it

@@ -84,7 +84,8 @@ class Server:
         caller = connection.peer.name
         self._serving[envelope.id] = caller
         self.calls_served += 1
-        token = current.serving.set(current.Serving(caller, envelope.id, deadline, envelope.depth))
+        recomputes = envelope.modes is not None and envelope.modes.recomputes
+        token = current.serving.set(current.Serving(caller, envelope.id, deadline, envelope.depth, recomputes))
         autograd = envelope.autograd
         if autograd is not None:
             context_token = current.context_id.set(autograd.context)
