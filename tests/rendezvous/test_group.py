@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from telegrad.cli.observer import ObservedGroup
 from telegrad.messages import WIRE_VERSION, Hello, Member
 from telegrad.primitives.text import clean
 from telegrad.rendezvous.address import open_store
-from telegrad.rendezvous.file import check_file_store
+from telegrad.rendezvous.file import check_file_store, temporary_directory
 from telegrad.rendezvous.group import Group, this_host
 from telegrad.transport.listening import GREETING, GREETING_MAGIC
 from telegrad.worker import Worker
@@ -295,6 +296,31 @@ def test_a_group_that_may_write_has_no_other_members(tmp_path):
     check_file_store(FileStore(str(path), -1))  # root's own group
     os.chown(path, -1, STRANGER)
     assert f"group {STRANGER}" in refusal(path)
+
+
+def test_what_is_roots_has_no_number_in_a_user_namespace(tmp_path, monkeypatch):
+    """Directories of root's belong to 65534 there, and so does '/': in many sandboxes."""
+
+    def owner_in_namespace(path):
+        found = list(look(path))
+        found[4] = 65534 if not str(path).startswith(str(tmp_path)) else found[4]  # st_uid
+        return os.stat_result(found)
+
+    look = os.stat
+    monkeypatch.setattr("os.stat", owner_in_namespace)
+    open_store(f"file://{tmp_path}/meet", -1, None, PATIENCE)
+
+
+def test_a_cluster_meets_where_no_other_can_replace_its_file(tmp_path, monkeypatch):
+    """Also where the directory for temporary files is a group's."""
+    tmp_path.chmod(0o777)
+    usual = tempfile.gettempdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert temporary_directory() in ("/tmp", "/var/tmp", "/dev/shm")
+    tmp_path.chmod(0o1777)
+    assert temporary_directory() == str(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", usual)
+    assert temporary_directory() == usual
 
 
 def test_the_last_worker_to_leave_removes_the_file(tmp_path):
