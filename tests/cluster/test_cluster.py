@@ -209,6 +209,12 @@ def test_names_must_differ():
         telegrad.LocalCluster(["a"], transport="carrier pigeon")
 
 
+@pytest.mark.parametrize("nothing", [{}, 0, ""])
+def test_options_that_are_none_are_refused(nothing):
+    with pytest.raises(TypeError, match=r"options is a \w+; expected telegrad.Options"):
+        telegrad.LocalCluster(["a"], options=nothing)
+
+
 def test_use_outside_the_with():
     cluster = telegrad.LocalCluster(["a"], transport="inproc")
     with pytest.raises(errors.ClusterError, match="not running"):

@@ -212,6 +212,18 @@ def test_options_of_install_hold_in_spawned_processes(tmp_path: Path) -> None:
     assert run(script).splitlines() == ["options is a dict; expected telegrad.Options", "0.125"]
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_started_processes_import_nothing_of_telegrads_from_the_current_directory(tmp_path: Path, method: str) -> None:
+    for name in ("telegrad", "msgspec", "torch"):
+        (tmp_path / f"{name}.py").write_text("import os; os._exit(9)\n")
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts" / "script.py"
+    text = textwrap.dedent(PROGRAM.replace("{method}", method))
+    script.write_text(f"import telegrad.compat\ntelegrad.compat.install()\n{text}")
+    shown = run(script, tmp_path / "store", cwd=tmp_path)
+    assert shown.startswith("telegrad.rref [2.0, 2.0]")
+
+
 def test_names_that_were_imported_before_change_too() -> None:
     shown = run_code(
         """

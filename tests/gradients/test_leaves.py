@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from telegrad.gradients import adding, leaves
+from telegrad._torch import run_backward
+from telegrad.gradients import adding, captured, leaves
 from telegrad.gradients.averaged import leaves_are_averaged
+from telegrad.gradients.captured import Captured
 from telegrad.gradients.leaves import Capture, GradientTable, accumulated
 
 PATIENCE = 30.0  # seconds
@@ -25,12 +27,32 @@ def node_of(leaf: torch.Tensor):
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
+by_engine = True
+
+
+@pytest.fixture(autouse=True, params=["engine", "prehooks"])
+def way(request, monkeypatch):
+    """The engine's own capture, where it can be used; and the other way, which is there for all leaves."""
+    monkeypatch.setattr(sys.modules[__name__], "by_engine", request.param == "engine")
+    return request.param
+
+
+def capture_by_engine(loss: torch.Tensor, captured: Captured, *, create_graph: bool = False):
+    ones = torch.ones_like(loss)
+    return run_backward((loss,), (ones,), create_graph, create_graph, tuple(captured.inputs), True, False)
+
+
 def capture_backward(
     loss: torch.Tensor, leaves: Iterable[torch.Tensor], *, create_graph: bool = False
 ) -> GradientTable:
     """Runs backward, and gives what would have gone to the leaves' `.grad`."""
+    nodes = [node_of(leaf) for leaf in leaves]
+    if by_engine and (captured := Captured.of(nodes)) is not None:
+        table = GradientTable()
+        captured.add_to(table, capture_by_engine(loss, captured, create_graph=create_graph))
+        return table
     capture = Capture(lambda: True)
-    capture.watch([node_of(leaf) for leaf in leaves])
+    capture.watch(nodes)
     try:
         loss.backward(create_graph=create_graph)
     finally:
@@ -138,13 +160,18 @@ def test_a_gradient_that_nothing_else_holds_is_kept_without_a_copy():
     assert weight.grad.data_ptr() == addresses[1]
 
 
-@pytest.mark.parametrize("counted", [lambda gradients: (2, 4), lambda gradients, seen=[]: seen.append(0) or len(seen)])
-def test_where_references_say_nothing_every_gradient_is_copied(monkeypatch, counted):
+@pytest.mark.parametrize("counted", [lambda: (2, 4), lambda seen=[]: seen.append(0) or len(seen)])
+def test_where_references_say_nothing_every_gradient_is_copied(monkeypatch, counted, way):
     """As on a torch that counts otherwise: the same for all gradients, or never the same."""
-    monkeypatch.setattr(leaves, "_references", counted)
-    unreliable = leaves._free_references.__wrapped__()
+    if way == "engine":
+        module = captured
+        monkeypatch.setattr(module, "_references", lambda gradients: [counted() for _ in gradients])
+    else:
+        module = leaves
+        monkeypatch.setattr(module, "_references", lambda gradients: counted())
+    unreliable = module._free_references.__wrapped__()
     assert unreliable is None
-    monkeypatch.setattr(leaves, "_free_references", lambda: unreliable)
+    monkeypatch.setattr(module, "_free_references", lambda: unreliable)
     given = torch.randn(3)
     leaf = torch.ones(3, requires_grad=True)
     address = []

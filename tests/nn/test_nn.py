@@ -24,6 +24,7 @@ from telegrad import autograd, errors, rpc
 from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.optim import owner as owner_side
+from telegrad.primitives import clock, current
 from telegrad.primitives.current import current_worker
 from telegrad.rpc import RRef
 
@@ -1030,15 +1031,18 @@ def test_a_step_waits_for_the_forward_of_a_snapshot():
     assert rpc.rpc_sync("a", is_inside)
     there(x).sum().backward()  # forwards do not wait for each other
     owner = optimizer._owners[0]
-    with pytest.raises(
-        errors.CallTimeoutError, match=r"timed out after .* waiting for the forward of a RemoteModule|RPC ran"
-    ):
-        rpc.rpc_sync("a", step_there, args=(owner.handle,), timeout=0.2)
+    with pytest.raises(errors.CallTimeoutError, match=r"timed out after .* waiting for the forward of a RemoteModule"):
+        rpc.rpc_sync("a", step_within, args=(owner.handle, 0.2))
     rpc.rpc_sync("a", let_it_go_on)
     future.wait()
     optimizer.step()
     assert there.state_dict()["weight"].item() == 0.5
 
 
-def step_there(handle: RRef) -> None:
-    owner_side.step(handle.entry.id, 0, None, None)
+def step_within(handle: RRef, seconds: float) -> None:
+    """As a call with so much time left; its caller waits for longer, and hears what has become of it."""
+    token = current.serving.set(current.Serving("driver", 0, clock.now() + seconds, 1))
+    try:
+        owner_side.step(handle.entry.id, 0, None, None)
+    finally:
+        current.serving.reset(token)

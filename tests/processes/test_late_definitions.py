@@ -205,3 +205,43 @@ def test_what_neither_has_is_an_error(tmp_path):
         """,
     )
     assert finish([run(path, RANK=str(rank)) for rank in range(2)]) == ["True\n", ""]
+
+
+def test_asking_for_a_definition_is_part_of_the_calls_time_limit(tmp_path):
+    """The callee has answered with what its caller has not got, and does not say what that is."""
+    path = script(
+        tmp_path,
+        START,
+        f"""
+        def make():
+            assert has_it.wait({PATIENCE})
+            return globals()["Late"]()
+
+        def has_it_set():
+            return has_it.wait({PATIENCE})
+
+        has_it = threading.Event()
+        rank = int(os.environ["RANK"])
+        rpc.init_rpc(f"w{{rank}}", rank=rank, world_size=2, init_method="file://{tmp_path}/store")
+        if rank == 1:
+            from telegrad.primitives.current import current_worker
+
+            class Late:
+                pass
+
+            calls, tells = current_worker().calls, current_worker().calls.definition_for
+            calls.definition_for = lambda *asked: (may_go_on.wait(5.0), tells(*asked))[1]
+            has_it.set()
+        else:
+            assert rpc.rpc_sync("w1", has_it_set)
+            try:
+                rpc.rpc_sync("w1", make, timeout=0.5)
+            except errors.CallTimeoutError:
+                print("in time")
+            rpc.rpc_sync("w1", go_on)
+            print(type(rpc.rpc_sync("w1", make)).__name__)
+        rpc.shutdown()
+        """,
+    )
+    outs = finish([run(path, RANK=str(rank)) for rank in range(2)])
+    assert outs == ["in time\nLate\n", ""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,16 @@ class SlowToEncode:
         return SlowToEncode, ()
 
 
+class WaitsThere:
+    """A function whose answer does not come before the test says so."""
+
+    go_on: threading.Event
+
+    @classmethod
+    def wait(cls, _: object) -> None:
+        assert cls.go_on.wait(PATIENCE)
+
+
 def time_left(_: object = None) -> float:
     serving = current.current_serving()
     assert serving is not None and serving.deadline is not None
@@ -57,10 +68,14 @@ def test_encoding_counts(clock_of_test, way):
 
 def test_a_call_whose_time_was_over_before_it_was_written(clock_of_test):
     SlowToEncode.jump = lambda _: clock_of_test.jump(LIMIT + 1.0)
-    began = clock.now()
-    with pytest.raises(errors.CallTimeoutError, match="ran for more than set timeout"):
-        rpc.rpc_sync("a", time_left, args=(SlowToEncode(),), timeout=LIMIT)
-    assert clock.now() - began == pytest.approx(LIMIT + 1.0)
+    began, go_on = clock.now(), threading.Event()
+    WaitsThere.go_on = go_on
+    try:
+        with pytest.raises(errors.CallTimeoutError, match="ran for more than set timeout"):
+            rpc.rpc_sync("a", WaitsThere.wait, args=(SlowToEncode(),), timeout=LIMIT)
+        assert clock.now() - began == pytest.approx(LIMIT + 1.0)
+    finally:
+        go_on.set()
 
 
 def test_waiting_for_room_counts(clock_of_test):

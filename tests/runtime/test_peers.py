@@ -3,11 +3,13 @@ decide what each dial meets, and when."""
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import pytest
@@ -506,6 +508,30 @@ def test_a_rank_that_died_before_anyone_met_it_holds_no_shutdown(caplog):
     assert time.monotonic() - began < PATIENCE / 2
     assert caplog.messages.count("worker 'w2' (rank 2) has ended; its shutdown is not waited for") == 2
     dead.let_go()
+
+
+def test_a_worker_that_cannot_look_for_others_waits_for_them(monkeypatch):
+    store, options = HashStore(), Options(shutdown_timeout=PATIENCE)
+    starts = [partial(Worker.start, f"w{n}", Group(store, 2, PATIENCE), options, rank=n) for n in range(2)]
+    late, looked = threading.Event(), threading.Event()
+
+    def cannot_look(*_: object, **__: object) -> bool:
+        looked.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def leave_late() -> None:
+        worker = starts[1]()
+        assert looked.wait(PATIENCE)
+        late.set()
+        worker.close()
+
+    other = threading.Thread(target=leave_late)
+    other.start()
+    worker = starts[0]()
+    monkeypatch.setattr(worker._peers, "is_alive", cannot_look)
+    worker.close()
+    assert late.is_set()
+    other.join(PATIENCE)
 
 
 def test_a_worker_that_does_not_answer_in_time_may_be_busy():

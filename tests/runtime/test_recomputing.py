@@ -81,6 +81,17 @@ def test_random_numbers_that_are_drawn_again_are_refused(module_cluster, reentra
         y.sum().backward()
 
 
+def dropped_on_b(x: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync("b", dropped, args=(x,))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_random_numbers_of_the_callees_callee_are_refused(module_cluster, reentrant):
+    _, y = forward(dropped_on_b, reentrant)
+    with pytest.raises(RuntimeError, match="dropped on worker 'b' has drawn random numbers in the recomputation"):
+        y.sum().backward()
+
+
 def test_a_checkpoint_inside_of_the_function_preserves_them(module_cluster):
     x = torch.ones(64, requires_grad=True)
     y = rpc.rpc_sync("a", dropped_in_a_checkpoint, args=(x,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
@@ -11,6 +12,7 @@ import time
 import pytest
 
 import telegrad
+from telegrad.transport import poller as poller_module
 from telegrad.transport.poller import ARMED, DISARMED, Poller
 
 WAIT = 10.0
@@ -151,3 +153,19 @@ def test_descriptors_are_closed_without_the_collector():
         assert len(os.listdir("/proc/self/fd")) - before < 100, "not 8 for each of 60 workers"
     finally:
         gc.enable()
+
+
+def test_a_fork_closes_none_of_the_descriptors_that_its_copies_may_write_to(pollers):
+    """More of them than a process keeps that has closed them itself."""
+    bells = [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2 * poller_module._MOST_RETIRED)]
+    for bell in bells:
+        pollers().own(bell)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        with contextlib.suppress(OSError):
+            for bell in bells:
+                os.eventfd_write(bell, 1)
+            status = 0
+        os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0

@@ -36,6 +36,7 @@ from ..errors import ClusterError
 from ..primitives import clock
 from ..primitives.interrupts import critical, install, run_all, uninstall
 from ..primitives.torch_threads import prepared
+from ..rendezvous.file import temporary_directory
 from ..rendezvous.group import poll_until
 
 _LENGTH = struct.Struct("<I")
@@ -112,7 +113,7 @@ class ForkServer:
             uninstall(self)
 
     def _start(self, preload: Iterable[str]) -> None:
-        self.directory = tempfile.mkdtemp(prefix="telegrad-")  # mode 0700
+        self.directory = tempfile.mkdtemp(prefix="telegrad-", dir=temporary_directory())  # mode 0700
         try:
             self._start_process(preload)
         except BaseException:

@@ -92,7 +92,7 @@ class LocalCluster:
         self.names = tuple(names)
         self._transport = transport
         self._driver = driver
-        self._options = options or Options()
+        self._options = Options.of(options)
         if transport == "tcp":
             self._options = replace(self._options, transports=("tcp",))
         self._given_server = self._server = server
@@ -192,7 +192,7 @@ class LocalCluster:
 
     def _start_processes(self) -> None:
         deadline = clock.now() + self._start_timeout
-        self._server = server = self._given_server or ForkServer()
+        self._server = server = ForkServer() if self._given_server is None else self._given_server
         if server is not self._given_server:
             self._at_end(server.close)
         place = server.new_path()

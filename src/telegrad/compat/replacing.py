@@ -156,13 +156,15 @@ class _InstallsWhenUnpickled:
     """See Note [children]."""
 
     def __reduce__(self) -> Any:
-        # The child has its parent's sys.path only later: it is told where telegrad is.
+        # The child has its parent's sys.path only later: it is told where telegrad is. Until then the current directory
+        # is first there, as with `python -c`, and nothing may come from that.
         where = str(Path(__file__).resolve().parents[2])
         code = f"""
 import pickle, sys
-sys.path.append({where!r})
+before = sys.path[:]
+sys.path[:] = [*filter(None, before), {where!r}]
 import telegrad.compat
-sys.path.remove({where!r})
+sys.path[:] = before
 telegrad.compat.install(pickle.loads({pickle.dumps(_options)!r}), torch_profiler={profiling.follows_newer})
 """
         return exec, (code,)

@@ -10,6 +10,7 @@ import torch
 
 from .._torch import current_graph_task_id, run_backward
 from ..primitives.torch_threads import prepared
+from .node_hooks import have_no_hooks
 
 # Two threads must never touch one leaf's `.grad` at the same time: not even to read it is safe in torch. Held for a
 # moment only. Reentrant: a finaliser may run in it.
@@ -31,7 +32,7 @@ def can_go_by_node(leaf: torch.Tensor, gradient: torch.Tensor) -> bool:
         and leaf.requires_grad
         and not gradient.requires_grad
         and not leaf._backward_hooks
-        and not leaf._post_accumulate_grad_hooks
+        and have_no_hooks((torch.autograd.graph.get_gradient_edge(leaf).node,), (leaf,))
     )
 
 
@@ -70,3 +71,34 @@ def accumulated(old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
         if old.is_inference() and not torch.is_inference_mode_enabled():
             return old + new
         return old.add_(new)
+
+
+class Sums:
+    """Sums that `accumulated` would make in place, made together."""
+
+    __slots__ = ("_new", "_old")
+
+    def __init__(self) -> None:
+        self._old: list[torch.Tensor] = []
+        self._new: list[torch.Tensor] = []
+
+    def take(self, old: torch.Tensor, new: torch.Tensor) -> bool:
+        """Takes on a sum into `old`; False if it can't be made with others."""
+        if (
+            old.requires_grad
+            or new.requires_grad
+            or type(old) is not torch.Tensor
+            or type(new) is not torch.Tensor
+            or old.layout is not torch.strided
+            or new.layout is not torch.strided
+            or old.is_inference()
+        ):
+            return False
+        self._old.append(old)
+        self._new.append(new)
+        return True
+
+    def add_up(self) -> None:
+        if self._old:
+            with torch.no_grad():
+                torch._foreach_add_(self._old, self._new)

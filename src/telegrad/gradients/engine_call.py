@@ -18,11 +18,12 @@ from ..primitives import clock, current
 from ..primitives.interrupts import interruptible
 from ..primitives.waiter import Waiter
 from . import devices, nodes
+from .captured import Captured, edges_to
 from .checkpoints import watch_checkpoint
 from .contexts import Contexts, Sent
 from .holding import free_references, is_large, references
 from .host import Host
-from .leaves import Capture
+from .leaves import Capture, GradientTable
 from .local_graph import Graph, Node
 from .local_pass import LocalPass
 from .outbox import Gradient, Poster
@@ -181,6 +182,13 @@ class EngineCall:
             _use_up_warning()
         if not leaves and not checkpoints and not self._kept:
             self._run_engine(starts, gradients, (), accumulate=True)
+            return
+        captured = None if checkpoints or self._kept else Captured.of(leaves)
+        if captured is not None:
+            others = edges_to([node.next_functions[0][0] for node in (_BEACON.grad_fn, *self._received())])
+            found = self._run_engine(starts, gradients, (*captured.inputs, *others), accumulate=False)
+            local.gradients = GradientTable()
+            captured.add_to(local.gradients, found)
             return
         for node in checkpoints:
             watch_checkpoint(node)

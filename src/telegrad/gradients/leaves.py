@@ -91,8 +91,11 @@ class GradientTable(msgspec.Struct, eq=False):
             self._events, other._events = other._events, self._events
             return
         other._wait_for_events()
-        for leaf, gradient in other._found.values():
-            self.add(leaf, gradient)
+        sums, found = adding.Sums(), self._found
+        for key, (leaf, gradient) in other._found.items():
+            if key not in found or key in self._events or not sums.take(found[key][1], gradient):
+                self.add(leaf, gradient)
+        sums.add_up()
         other.clear()
 
     def add_to_leaves(self) -> None:
@@ -100,14 +103,18 @@ class GradientTable(msgspec.Struct, eq=False):
         self._wait_for_events()
         with adding.touching_grad:
             by_node: list[tuple[Leaf, torch.Tensor]] = []
+            sums = adding.Sums()
             for leaf, gradient in self._found.values():
                 turn = _turns.get(leaf) if _turns.data else None
                 if turn is not None and turn.is_taken:
                     turn.to_add.append(gradient)
                 elif adding.engine_calls and leaf not in averaged and adding.can_go_by_node(leaf, gradient):
                     by_node.append((leaf, gradient))
-                else:
-                    leaf.grad = accumulated(leaf.grad, gradient)
+                elif (old := leaf.grad) is None:
+                    leaf.grad = gradient
+                elif not sums.take(old, gradient):
+                    leaf.grad = accumulated(old, gradient)
+            sums.add_up()
             if by_node:
                 adding.add_by_nodes(by_node)
             for replaced in self.replaced.values():
@@ -196,20 +203,23 @@ def _free_references() -> tuple[int, int] | None:
     return free if is_reliable else None
 
 
-def _own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:
+def own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:
     """Returns the gradient as the table's own: itself where nothing else holds it and it lies in memory as the leaf
     does, else a copy."""
     if gradient.requires_grad:
         return gradient  # it is to be differentiated, and so never changed in place
-    gradient = gradient.detach()
+    if not is_free or gradient._is_view():
+        gradient = gradient.detach()
     if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
         # More can be added to a sparse one in place only if its parts are not expanded.
         parts = (gradient._indices(), gradient._values()) if gradient.layout is torch.sparse_coo else ()
         return gradient if is_free and all(part.is_contiguous() for part in parts) else gradient.clone()
     if is_free and (gradient.stride() == leaf.stride() or (leaf.is_contiguous() and gradient.is_contiguous())):
         return gradient
-    with torch.no_grad():
-        return torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+    return torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
 # Note [post-accumulate hooks]
@@ -357,17 +367,17 @@ class Capture:
             gradient = gradients[0]
             if (self._shared or not is_free) and gradient.layout is torch.strided:
                 is_free = self._is_unshared(gradient, is_free)
-            own = _own(gradient, leaf, is_free)
+            kept = own(gradient, leaf, is_free)
             with self._lock:
-                self.gradients.add(leaf, own)
+                self.gradients.add(leaf, kept)
         return (None,)
 
     def keep(self, leaf: Leaf, gradient: torch.Tensor, *, is_free: bool) -> None:
         """Takes a gradient that does not go through the leaf's node. `is_free`: nothing else holds its memory."""
         if leaf.requires_grad:  # it may have been frozen since its forward
-            own = _own(gradient, leaf, is_free)
+            kept = own(gradient, leaf, is_free)
             with self._lock:
-                self.gradients.add(leaf, own)
+                self.gradients.add(leaf, kept)
 
     def _is_unshared(self, gradient: torch.Tensor, is_free: bool) -> bool:
         address = gradient.data_ptr()

@@ -14,7 +14,6 @@ or of its node, or DistributedDataParallel.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from . import nodes
 from .averaged import averaged
 from .contexts import Sent
 from .local_graph import Node
+from .node_hooks import have_no_hooks
 
 _LIMITS = (30.0, 3.0, 0.3)  # seconds; the last one waits first
 
@@ -76,20 +76,9 @@ def is_unseen(sent: Sent) -> bool:
         return False
     if leaf.device != sent.device or leaf.dtype != sent.dtype:
         return False  # its `.data` was set since: it has another node, which casts the gradient
-    if leaf._backward_hooks or leaf._post_accumulate_grad_hooks or (averaged.data and leaf in averaged):
+    if leaf._backward_hooks or (averaged.data and leaf in averaged):
         return False
-    node: Any = sent.edge[0]
-    handles = node.register_prehook(_nothing), node.register_hook(_nothing)
-    try:
-        # torch has one dictionary for all prehooks of a node, and one for all hooks.
-        return all(len(handle.hooks_dict_ref()) == 1 for handle in handles)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _nothing(*gradients: Any) -> None:
-    pass
+    return have_no_hooks((sent.edge[0],), (leaf,))
 
 
 def _make_wait(

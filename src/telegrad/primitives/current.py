@@ -27,7 +27,7 @@ class Serving(msgspec.Struct, eq=False):
     message_id: int
     deadline: float | None  # clock.now() by which the caller wants its answer
     depth: int  # 1 for a call made by a program's own code, 2 for one made while serving that, ...
-    recomputes: bool = False  # for a checkpoint: see runtime/recomputing.py
+    recomputes: bool = False  # it is a part of a checkpoint's recomputation, and so are the calls that it makes
 
 
 worker_var: ContextVar[Worker | None] = ContextVar("telegrad_worker", default=None)

@@ -10,14 +10,13 @@ import grp
 import os
 import pwd
 import stat
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 from ..errors import RendezvousError
-
-_ALL_USERS = (1 << 32) - 1  # numbers in the map of a machine's own users
 
 
 def open_file_store(path: str, *, create: bool = True) -> FileStore:
@@ -41,15 +40,32 @@ def check_file_store(store: Any) -> None:
         _checked(str(getattr(store, "path", "")), create=False)  # torch's types do not know it
 
 
+def temporary_directory() -> str:
+    """Returns a directory where no other user can replace a file: that of the tempfile module, if it is one."""
+    usual = tempfile.gettempdir()
+    for found in (usual, "/tmp", "/var/tmp", "/dev/shm"):
+        if os.access(found, os.W_OK | os.X_OK) and not _who_could_replace(os.path.realpath(found)):
+            return found
+    return usual  # the error of the store says what is wrong with it
+
+
+def _who_could_replace(directory: str) -> str:
+    """Says why another user could replace a file in a directory; empty if nobody could."""
+    # In a user namespace what is root's belongs to a user without a number there, and so does '/'.
+    owners = {0, os.geteuid(), os.stat("/").st_uid}
+    for folder in (Path(directory), *Path(directory).parents):
+        if why := _why_not_safe(os.stat(folder), owners):
+            return f"the directory {str(folder)!r} {why}, who could replace the file"
+    return ""
+
+
 def _checked(path: str, *, create: bool) -> str:
     """Checks a file, made if need be; returns its path without symbolic links."""
     directory = os.path.realpath(os.path.dirname(path) or ".")
     real = os.path.join(directory, os.path.basename(path))
     try:
-        owners = {0, os.geteuid(), *_unseen_root()}
-        for folder in (Path(directory), *Path(directory).parents):
-            if why := _why_not_safe(os.stat(folder), owners):
-                raise _refused(path, f"the directory {str(folder)!r} {why}, who could replace the file")
+        if why := _who_could_replace(directory):
+            raise _refused(path, why)
         made = os.O_CREAT if create else 0
         fd = os.open(real, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | made, 0o600)
         try:
@@ -79,17 +95,6 @@ def _why_not_safe(found: os.stat_result, owners: set[int]) -> str:
     if found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid):
         return f"can be written to by group {found.st_gid}"
     return ""
-
-
-def _unseen_root() -> set[int]:
-    """Returns the user that the machine's root is shown as in a container that was started without root's rights, and
-    has no number for it there: /, /tmp and all programs seem to belong to that one."""
-    with open("/proc/self/uid_map") as file:
-        ranges = [(int(first), int(count)) for first, _, count in map(str.split, file)]
-    with open("/proc/sys/kernel/overflowuid") as file:
-        unseen = int(file.read())
-    is_complete = sum(count for _, count in ranges) >= _ALL_USERS
-    return set() if is_complete or any(first <= unseen < first + count for first, count in ranges) else {unseen}
 
 
 def _is_private(gid: int) -> bool:

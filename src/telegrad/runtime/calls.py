@@ -191,8 +191,8 @@ class Calls:
         modes = None
         if not is_grad_enabled() or is_inference_mode_enabled() or is_any_autocast_enabled() or is_anomaly_enabled():
             modes = current_modes()
-        if (in_engine and is_recomputing()) or (serving is not None and serving.recomputes):
-            if connection.transport != "inproc":
+        if in_engine or (serving is not None and serving.recomputes):
+            if connection.transport != "inproc" and ((serving is not None and serving.recomputes) or is_recomputing()):
                 modes = replace(modes or Modes(), recomputes=True)
         envelope = Envelope(_CALL, call.id, 0, limit, depth, modes)
         if maps := worker.options.device_maps:

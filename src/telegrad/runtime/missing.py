@@ -11,22 +11,27 @@ from typing import TYPE_CHECKING
 
 from ..gradients.plain import untracked
 from ..messages import sender_of
-from ..primitives import current
+from ..primitives import clock, current
 from ..primitives.current import current_worker
 
 if TYPE_CHECKING:
     from ..worker import Worker
 
 
-def ask_for(worker: Worker, sender: int, name: str) -> bytes | None:
-    """Asks a worker for a function or class of its `__main__`; None if it has none of that name.
+_LEAST = 1e-6  # seconds; a time limit of 0 would mean none
+
+
+def ask_for(worker: Worker, sender: int, name: str, deadline: float | None) -> bytes | None:
+    """Asks a worker for a function or class of its `__main__`; None if it has none of that name. The deadline is that
+    of the call whose message names it.
 
     Raises:
         EncodeError: it cannot be sent by value.
         CallTimeoutError, PeerLostError: that worker does not answer.
     """
+    left = None if deadline is None else max(_LEAST, deadline - clock.now())
     with untracked():
-        found: bytes | None = worker.call(sender, by_value, (name,))
+        found: bytes | None = worker.call(sender, by_value, (name,), timeout=left)
         return found
 
 

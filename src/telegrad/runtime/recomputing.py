@@ -2,8 +2,8 @@
 
 torch restores the random numbers of the caller's process for that, and cannot restore those of the callee: a dropout
 there would draw another mask, and gradients would belong to a forward pass that never was. The caller marks such a call
-(`Modes.recomputes`), and the callee refuses the result if the function has drawn random numbers. So do the callees of
-calls that the function makes.
+(`Modes.recomputes`), and the callee refuses the result if the function has drawn random numbers. Calls that the
+function makes meanwhile are marked, too.
 
 torch does not say which thread has drawn: a thread of the callee's own that draws meanwhile is taken for the function.
 

@@ -164,7 +164,12 @@ def _look_for(worker: Worker, rank: int, until: Deadline | None) -> None:
     member = worker.group.of_rank(rank, _for_the_store(until))
     if member is None or worker._peers.connection_with(member.id) is not None:
         return
-    if not interruptible(partial(worker._peers.is_alive, member, _LEAST, if_silent=True)):
+    try:
+        is_alive = interruptible(partial(worker._peers.is_alive, member, _LEAST, if_silent=True))
+    except OSError as error:  # this process has no descriptor to ask with
+        logger.debug("worker %r could not be looked for: %s", member.name, str(error))
+        return
+    if not is_alive:
         worker.group.dead.add(rank)
         logger.warning("worker %r (rank %d) has ended; its shutdown is not waited for", member.name, rank)
 

@@ -241,9 +241,9 @@ class Codec(Values):
             function = None
             if length:
                 name = bytes(skeleton[_HEAD.size : start])
-                function = self._resolve(name, sender) if name[0] else self.definitions.resolve(name)
+                function = self._resolve(name, sender, frames.deadline) if name[0] else self.definitions.resolve(name)
             with_devices = frames if frames.arrived else None
-            values = self.load(memoryview(skeleton)[start:], buffers, sender, attach, (), with_devices)
+            values = self.load(memoryview(skeleton)[start:], buffers, sender, attach, (), with_devices, frames.deadline)
             if envelope.kind == Kind.GRADIENTS:
                 return Gradients(values)
             if shape == _FIELDS:
@@ -260,13 +260,13 @@ class Codec(Values):
             if carried is not None and sender in self.definitions.lost:
                 self.definitions.forget(sender)  # it was lost before its message was decoded
 
-    def _resolve(self, name: bytes, sender: int) -> Any:
+    def _resolve(self, name: bytes, sender: int, deadline: float | None) -> Any:
         try:
             return self._names.resolve(name)
         except AttributeError:
             if not name.startswith(_OF_MAIN):
                 raise
-            return self.of_main(sender, name.removeprefix(_OF_MAIN).decode())
+            return self.of_main(sender, name.removeprefix(_OF_MAIN).decode(), deadline)
 
     def on_answer(self, peer: int, envelope: Envelope) -> None:
         """Notes an answer, which may never be decoded: its sender has run the call, unless it is a Failure."""

@@ -47,12 +47,14 @@ class unpickling:
     calls. A constructor that is called meanwhile may make calls of its own, so these nest."""
 
     def __init__(
-        self, at: Values, sender: int | None, tracked: Sequence[torch.Tensor] = (), frames: Frames | None = None
-    ) -> None:
+        self, at: Values, sender: int | None, tracked: Sequence[torch.Tensor] = (), frames: Frames | None = None,
+        deadline: float | None = None,
+    ) -> None:  # fmt: skip
         self.at = at
         self.sender = sender
         self.tracked = tracked
         self.frames = frames  # of a message with tensors in device memory
+        self.deadline = deadline  # of the call that it belongs to
 
     def __enter__(self) -> None:
         self._before = getattr(_thread, "message", None)
@@ -78,7 +80,7 @@ def defined(owner: int, number: int) -> Any:
 def of_main(qualname: str) -> Any:
     """In a pickle: a function or class of `__main__`, of a worker that runs the same script."""
     message = arriving()
-    return message.at.of_main(message.sender, qualname)
+    return message.at.of_main(message.sender, qualname, message.deadline)
 
 
 def received_handle(id: int, owner: int) -> Any:

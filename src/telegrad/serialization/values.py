@@ -72,7 +72,8 @@ class Values:
     def __init__(self, worker_id: int) -> None:
         self.namespaces = Namespaces(worker_id)
         self.definitions = Definitions(self.namespaces, self._dump_definition)
-        self.ask_for: Callable[[int, str], bytes | None] = lambda sender, name: None  # a definition of its `__main__`
+        # Asks a worker for a definition of its `__main__`, until a deadline.
+        self.ask_for: Callable[[int, str, float | None], bytes | None] = lambda *_: None
         self.handle: Callable[[int, int], Any] = _no_handle  # the worker, and its entry for a handle that came
 
     # -- pickling --------------------------------------------------------------------------------------
@@ -201,9 +202,10 @@ class Values:
         attach: Attach | None = None,
         tracked: Sequence[torch.Tensor] = (),
         frames: Frames | None = None,
+        deadline: float | None = None,
     ) -> Any:
         """The values of a message of `sender`; `attach` gives those that were tracked their history. `frames` are there
-        if tensors of it lie in device memory."""
+        if tensors of it lie in device memory. The deadline is that of the call that it belongs to."""
         if pickled[0] == _FLAT:
             values, tensors = pickle.loads(pickled[1:], buffers=buffers)
             if tensors is None:
@@ -218,16 +220,18 @@ class Values:
         if pickled[0] == _APART:
             _, ahead, length = _APART_HEAD.unpack_from(pickled)
             start = _APART_HEAD.size + length
-            apart = self.load(pickled[_APART_HEAD.size : start], buffers[ahead:], sender, frames=frames)
+            apart = self.load(
+                pickled[_APART_HEAD.size : start], buffers[ahead:], sender, frames=frames, deadline=deadline
+            )
             with torch.inference_mode(False):
                 tracked = [tensor.requires_grad_() for tensor in apart] if attach is None else attach(apart)
-            return self.load(pickled[start:], buffers[:ahead], sender, tracked=tracked, frames=frames)
+            return self.load(pickled[start:], buffers[:ahead], sender, None, tracked, frames, deadline)
         # What arrives in inference mode is no inference tensor: it may be kept beyond that.
         no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with no_inference, unpickling(self, sender, tracked, frames):
+        with no_inference, unpickling(self, sender, tracked, frames, deadline):
             return interruptible(partial(pickle.loads, pickled, buffers=buffers))
 
-    def of_main(self, sender: int | None, qualname: str) -> Any:
+    def of_main(self, sender: int | None, qualname: str, deadline: float | None) -> Any:
         """What the `__main__` of this worker has under a name; else what the sender's has, which is asked for it.
 
         Raises:
@@ -239,7 +243,7 @@ class Values:
             top, *path = qualname.split(".")
             blob = None
             if sender is not None and sender != self.namespaces.worker_id:
-                blob = interruptible(self.ask_for, sender, top)
+                blob = interruptible(self.ask_for, sender, top, deadline)
             if blob is None:
                 raise
         with unpickling(self, sender):

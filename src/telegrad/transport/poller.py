@@ -117,9 +117,14 @@ class Poller:
 
     def close(self) -> None:
         """Closes the epoll, after the last thread has left poll()."""
+        self.abandon()
+        _retire(self._fds)
+
+    def abandon(self) -> None:
+        """In a fork of the process: lets go of the epoll, which is the parent's. The other descriptors stay open as
+        long as this object: what else was copied with it may still write to them."""
         self._closed = True
         self._wake_fd = self._timer_fd = -1
-        _retire(self._fds)
         self._epoll.close()
         self._callbacks.clear()  # which refer to us, and would keep two descriptors until the next collection
         self.on_timer = _nothing
@@ -172,8 +177,9 @@ _pollers: weakref.WeakSet[Poller] = weakref.WeakSet()
 
 
 def _in_child() -> None:
+    _retired.clear()  # to be closed by the parent; the fork's copies go with their pollers
     for poller in list(_pollers):
-        poller.close()
+        poller.abandon()
 
 
 os.register_at_fork(after_in_child=_in_child)
