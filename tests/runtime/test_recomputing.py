@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,14 @@ def dropped_in_a_checkpoint(x: torch.Tensor) -> torch.Tensor:
     return checkpoint(dropped, x, use_reentrant=False)
 
 
+def drawn_beside(x: torch.Tensor) -> torch.Tensor:
+    """Draws none itself."""
+    other = threading.Thread(target=torch.rand, args=(3,))
+    other.start()
+    other.join()
+    return x * 2
+
+
 def forward(function: object, reentrant: bool) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.ones(64, requires_grad=True)
     return x, checkpoint(lambda x: rpc.rpc_sync("a", function, args=(x,)).sin(), x, use_reentrant=reentrant)
@@ -81,15 +90,23 @@ def test_random_numbers_that_are_drawn_again_are_refused(module_cluster, reentra
         y.sum().backward()
 
 
-def dropped_on_b(x: torch.Tensor) -> torch.Tensor:
-    return rpc.rpc_sync("b", dropped, args=(x,))
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_random_numbers_of_another_thread_meanwhile_are_refused_too(module_cluster, reentrant):
+    """Nobody can tell whose they were."""
+    _, y = forward(drawn_beside, reentrant)
+    with pytest.raises(RuntimeError, match="or something else there has, meanwhile"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_random_numbers_of_the_callees_callee_are_refused(module_cluster, reentrant):
-    _, y = forward(dropped_on_b, reentrant)
-    with pytest.raises(RuntimeError, match="dropped on worker 'b' has drawn random numbers in the recomputation"):
-        y.sum().backward()
+def test_a_checkpoint_that_preserves_nothing_is_let_be(module_cluster, reentrant):
+    x = torch.ones(64, requires_grad=True)
+    y = checkpoint(
+        lambda x: rpc.rpc_sync("a", drawn_beside, args=(x,)).sin(),
+        x, use_reentrant=reentrant, preserve_rng_state=False,
+    )  # fmt: skip
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((64,), 2.0) * torch.full((64,), 2.0).cos())
 
 
 def test_a_checkpoint_inside_of_the_function_preserves_them(module_cluster):

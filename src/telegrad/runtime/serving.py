@@ -150,7 +150,7 @@ class Server:
         if (call.kwargs or not PLAIN.issuperset(map(type, call.args))) and not hasattr(function, ASYNC_MARK):
             if self._sample.takes(call, name):
                 watched = watch(call)
-        recomputes = None if envelope.modes is None or not envelope.modes.recomputes else Recomputation(self)
+        recomputes = None if envelope.modes is None or not envelope.modes.recomputes else Recomputation()
         began = clock.now()
         try:
             thread.critical = 0  # users' code: see interrupts.py
