@@ -118,7 +118,7 @@ class Profiling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     session: Session | None = None  # to take part in a timeline
 
 
-class LogEntry(msgspec.Struct, frozen=True, array_like=True):
+class LogEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One entry of the log: what a sent tensor depends on. A negative id is no tensor, but stands for several."""
 
     id: int

@@ -18,15 +18,8 @@ from _thread import RLock  # threading.RLock is Python code
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-
 from ..errors import GradientError
 from ..messages import LogEntry
-
-
-class _Logged(msgspec.Struct, eq=False):
-    entry: LogEntry
-    known_by: set[Any] = msgspec.field(default_factory=set)  # connections whose other end has it
 
 
 class MissingEntryError(Exception):
@@ -44,8 +37,10 @@ class Log:
         self._is_live = is_live  # says whether a context has not ended; what comes later is not taken
         # Guards both below. Held for a moment only, and never while anything else is called: threads that read take it.
         self._lock = RLock()
-        self._entries: dict[int, _Logged] = {}
+        # Flat: a message may have thousands of tensors, and Python's garbage collector looks at every object.
+        self._entries: dict[int, LogEntry] = {}
         self._of_context: dict[int, list[int]] = {}
+        self._told: dict[Any, dict[int, set[int]]] = {}  # by connection and context: entries that its other end has
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -55,16 +50,29 @@ class Log:
 
     def merge(self, entries: Iterable[LogEntry], connection: object = None) -> None:
         """Takes over what a peer has told; with no connection, what this worker says itself."""
+        known = self._entries
         with self._lock:
             for entry in entries:
-                logged = self._entries.get(entry.id)
-                if logged is None:
-                    if not self._is_live(entry.context):
+                id, context = entry.id, entry.context
+                if id not in known:
+                    if not self._is_live(context):
                         continue
-                    logged = self._entries[entry.id] = _Logged(entry)
-                    self._of_context.setdefault(entry.context, []).append(entry.id)
+                    known[id] = entry
+                    of_context = self._of_context.get(context)
+                    if of_context is None:
+                        of_context = self._of_context[context] = []
+                    of_context.append(id)
                 if connection is not None:
-                    logged.known_by.add(connection)
+                    self._told_by(connection, context).add(id)
+
+    def _told_by(self, connection: object, context: int) -> set[int]:
+        told = self._told.get(connection)
+        if told is None:
+            told = self._told[connection] = {}
+        found = told.get(context)
+        if found is None:
+            found = told[context] = set()
+        return found
 
     def entries_for(self, connection: object, depends_on: Iterable[int]) -> list[LogEntry]:
         """Returns what is upstream of these tensors and was not carried by this connection yet.
@@ -73,14 +81,15 @@ class Log:
         """
         found: list[LogEntry] = []
         with self._lock:
+            told = self._told.get(connection, {})
             waiting = list(depends_on)
             seen = set(waiting)
             while waiting:
-                logged = self._entries.get(waiting.pop())
-                if logged is None or connection in logged.known_by:
+                entry = self._entries.get(waiting.pop())
+                if entry is None or entry.id in told.get(entry.context, ()):
                     continue
-                found.append(logged.entry)
-                for id in logged.entry.depends_on:
+                found.append(entry)
+                for id in entry.depends_on:
                     if id not in seen:
                         seen.add(id)
                         waiting.append(id)
@@ -88,8 +97,7 @@ class Log:
 
     def get(self, id: int) -> LogEntry | None:
         """Returns the entry of a tensor or a group; None if that is not known."""
-        logged = self._entries.get(id)
-        return None if logged is None else logged.entry
+        return self._entries.get(id)
 
     def written(self, connection: object, entries: Iterable[LogEntry]) -> None:
         """Notes that entries were written to a connection: later messages need not carry them.
@@ -99,9 +107,8 @@ class Log:
         """
         with self._lock:
             for entry in entries:
-                logged = self._entries.get(entry.id)
-                if logged is not None:
-                    logged.known_by.add(connection)
+                if entry.id in self._entries:
+                    self._told_by(connection, entry.context).add(entry.id)
 
     def closure(self, ids: Iterable[int]) -> dict[int, LogEntry]:
         """Returns all that is upstream of these tensors, them included, by id.
@@ -116,17 +123,21 @@ class Log:
                 id = waiting.pop()
                 if id in found:
                     continue
-                logged = self._entries.get(id)
-                if logged is None:
+                entry = self._entries.get(id)
+                if entry is None:
                     raise MissingEntryError(id)
-                found[id] = logged.entry
-                waiting.extend(logged.entry.depends_on)
+                found[id] = entry
+                waiting.extend(entry.depends_on)
         return found
 
     def release(self, context: int) -> None:
         with self._lock:
             for id in self._of_context.pop(context, ()):
                 del self._entries[id]
+            for connection, told in list(self._told.items()):
+                told.pop(context, None)
+                if not told:
+                    del self._told[connection]
 
 
 def useful(entries: dict[int, LogEntry], is_source: Callable[[int], bool]) -> set[int]:
