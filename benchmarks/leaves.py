@@ -1,7 +1,8 @@
-"""How backward grows with the leaves of a remote module.
+"""How backward grows with the leaves of a remote function: the slope beyond that of one process is what distribution
+costs for a leaf more.
 
-What the owner runs is cheap for each leaf, as a layer's parameters are small beside the work of their layer; the slope
-beyond that of one process is what distribution costs for a leaf more.
+    x -> tanh(x * leaf) -> ...     each leaf has a gradient of its own, which may be kept as it is, as a weight's is
+    x -> x + leaf -> ...           all leaves get one and the same tensor, which must be copied for each
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ def make_leaves(count: int) -> list[Tensor]:
     return [(1 + 0.01 * (torch.rand(SIZE, generator=generator) - 0.5)).requires_grad_() for _ in range(count)]
 
 
-def through_leaves(x: Tensor, count: int) -> Tensor:
-    """Run by the owner: each of its leaves is used twice, and what comes out depends on all of them."""
+def through_leaves(x: Tensor, count: int, shared: bool) -> Tensor:
+    """Run by the owner: what comes out depends on each of its leaves."""
     if count not in _leaves:
         _leaves[count] = make_leaves(count)
     for leaf in _leaves[count]:
-        x = torch.tanh(x * leaf) * leaf
+        x = x + leaf if shared else torch.tanh(x * leaf)
     return x
 
 
@@ -66,6 +67,7 @@ class Leaves:
 
     session: Session | None
     count: int
+    shared: bool
     plain: bool
     x: Tensor
 
@@ -74,12 +76,12 @@ class Leaves:
         return self._run(look=False)[0]
 
     def check(self) -> None:
-        local = Leaves(None, self.count, plain=True, x=self.x)
+        local = Leaves(None, self.count, self.shared, plain=True, x=self.x)
         torch.testing.assert_close(self._run(look=True)[1], local._run(look=True)[1])
 
     def _run(self, look: bool) -> tuple[float, list[Tensor | None]]:
         with one_pass(self.session, plain=self.plain) as this:
-            loss = loss_of(self._at_owner(through_leaves, self.x, self.count))
+            loss = loss_of(self._at_owner(through_leaves, self.x, self.count, self.shared))
             start = perf_counter()
             this.backward(loss)
             took = perf_counter() - start
@@ -96,33 +98,46 @@ class Leaves:
         return self.session.backend.rpc.rpc_sync(self.session.peer, func, args=args)
 
 
-def time_leaves(session: Session, *, plain: bool) -> Samples:
-    x = torch.full((SIZE,), 0.5, requires_grad=True)
-    passes = {count: Leaves(session, count, plain, x) for count in COUNTS}
+def time_leaves(session: Session, *, shared: bool, plain: bool) -> Samples:
+    passes = _passes(session, shared, plain)
     for one in passes.values():
         one.check()
-    return timed_by_size({count: one.seconds for count, one in passes.items()}, session.repeats, at_least=20)
+    return _time(passes, session)
 
 
-def time_local_leaves(session: Session) -> Samples:
+def time_local_leaves(session: Session, *, shared: bool) -> Samples:
     torch.set_num_threads(1)
+    return _time(_passes(None, shared, plain=True), session)
+
+
+def _passes(session: Session | None, shared: bool, plain: bool) -> dict[int, Leaves]:
     x = torch.full((SIZE,), 0.5, requires_grad=True)
-    passes = {count: Leaves(None, count, plain=True, x=x) for count in COUNTS}
+    return {count: Leaves(session, count, shared, plain, x) for count in COUNTS}
+
+
+def _time(passes: dict[int, Leaves], session: Session) -> Samples:
     return timed_by_size({count: one.seconds for count, one in passes.items()}, session.repeats, at_least=20)
 
 
-GROWTHS = tuple(
-    Growth(
-        name=f"leaves{end}",
-        title=f"backward, leaves: {way}",
-        measure=partial(time_leaves, plain=plain),
-        local=time_local_leaves,
-        repeats=Repeats(count=20, warmup=3),
-        unit="µs",
-        of="leaves",
-        base=10,
-        goals={100: 0.80, 400: 0.80},
-        slope_goal=1e-6,
+def _growths(name: str, title: str, *, shared: bool) -> tuple[Growth, ...]:
+    return tuple(
+        Growth(
+            name=name + end,
+            title=f"{title}: {way}",
+            measure=partial(time_leaves, shared=shared, plain=plain),
+            local=partial(time_local_leaves, shared=shared),
+            repeats=Repeats(count=20, warmup=3),
+            unit="µs",
+            of="leaves",
+            base=10,
+            goals={100: 0.80, 400: 0.80},
+            slope_goal=1e-6,
+        )
+        for end, way, plain in WAYS
     )
-    for end, way, plain in WAYS
+
+
+GROWTHS = (
+    *_growths("leaves", "backward, leaves", shared=False),
+    *_growths("leaves-shared", "backward, leaves with one gradient", shared=True),
 )
