@@ -65,5 +65,17 @@ def _torch_options(transport: str | None) -> dict[str, Any]:
     return {"rpc_backend_options": TensorPipeRpcBackendOptions(num_worker_threads=16, **held_to)}
 
 
+def backend_here() -> Backend:
+    """The side whose call runs in this process."""
+    from telegrad.errors import NotStartedError
+    from telegrad.primitives.current import current_worker
+
+    try:
+        current_worker()  # a call may be served before init_rpc() has returned in this process
+    except NotStartedError:
+        return TORCH
+    return TELEGRAD
+
+
 TELEGRAD = Backend("telegrad", "telegrad", _telegrad_options)
 TORCH = Backend("torch", "torch.distributed", _torch_options)

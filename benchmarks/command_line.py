@@ -6,11 +6,12 @@ import argparse
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 
 from benchmarks.backends import TELEGRAD, TORCH
+from benchmarks.busy import busy_loops
 from benchmarks.figures import Suite
 from benchmarks.machine import Machine
 from benchmarks.report import print_report, write_report
@@ -19,7 +20,7 @@ from benchmarks.runner import Plan, run_suite
 BACKENDS = {"telegrad": (TELEGRAD,), "torch": (TORCH,), "both": (TELEGRAD, TORCH)}
 RESULTS = Path(__file__).parent / "results"
 FULL_ROUNDS = 3
-SUITES = ("calls", "gradients", "training")
+SUITES = ("calls", "gradients", "training", "steps")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    return max(_run(suite, wanted) for suite in wanted.suites)
+    with busy_loops(wanted.plan.busy):
+        return max(_run(suite, wanted) for suite in wanted.suites)
 
 
 def _run(suite: Suite, wanted: Wanted) -> int:
@@ -66,15 +68,22 @@ def _parse(arguments: list[str] | None) -> Wanted:
     parser.add_argument("--only", default="", metavar="NAME[,NAME]", help="only these figures, growths and sections")
     parser.add_argument("--quick", action="store_true", help="few samples: a smoke test")
     parser.add_argument("--backend", choices=BACKENDS, default="both")
+    parser.add_argument("--pinned", action="store_true", help="each worker on a core of its own (rank modulo cores)")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="N busy loops beside the whole run")
     parser.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for one job (300)")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="where the results file goes")
     chosen = parser.parse_args(arguments)
     suites = tuple(_suite(name) for name in chosen.suites)
     rounds = chosen.rounds or (1 if chosen.quick else FULL_ROUNDS)
     plan = Plan(BACKENDS[chosen.backend], rounds=rounds, quick=chosen.quick, limit_s=chosen.limit)
+    plan = replace(plan, pinned=chosen.pinned, busy=chosen.busy)
+    if chosen.busy < 0:
+        raise ValueError(f"--busy {chosen.busy}: a number of processes was expected, 0 for none")
     partial = bool(chosen.only) or chosen.quick or chosen.backend != "both" or rounds < FULL_ROUNDS
     if chosen.only:
         suites = _only(frozenset(chosen.only.split(",")), suites)
+    if chosen.pinned:
+        suites = tuple(suite.pinned() for suite in suites)
     return Wanted(suites, plan, chosen.out, partial)
 
 

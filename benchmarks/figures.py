@@ -1,15 +1,15 @@
 """What a suite is made of. Data only: it is pickled into the processes that do the measuring.
 
 A `Task` is one thing to measure. A `Figure` gives samples and is compared between backends; a floor is a figure
-in which no backend takes part. A `Growth` gives samples for each of several sizes. A `Section` is measured once
-and gives a piece of the results file.
+in which no backend takes part. A `Growth` gives samples for each of several sizes, and may say what the same takes in
+one process. A `Section` is measured once and gives a piece of the results file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from benchmarks.backends import Backend
 
@@ -23,9 +23,13 @@ class Setting:
     transport: str | None = None
     """None for the backend's own choice, "tcp", "tcp, tensors too" (see Note [torch over TCP]); or "gpu": its own
     choice, with the first GPU of one worker mapped to the first of the other."""
+    pinned: bool = False
+    """Each process runs on one core: that of its rank, modulo the cores. Free: where the scheduler puts it."""
 
     def __str__(self) -> str:
-        return f"{self.workers} workers, {self.transport or 'default'} transport" if self.workers else "one process"
+        if not self.workers:
+            return "one process"
+        return f"{self.workers} workers, {self.transport or 'default'} transport{', pinned' if self.pinned else ''}"
 
 
 PAIR = Setting()
@@ -90,7 +94,10 @@ Samples = dict[int, list[float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Growth(Task):
-    """`measure` returns `Samples`. The two sides need not have the same sizes."""
+    """`measure` returns `Samples`. The two sides need not have the same sizes.
+
+    With `local`, the report also has slopes: seconds for each one more, and how much of that is beyond `local`'s.
+    """
 
     of: str
     """What is counted: "calls"."""
@@ -99,7 +106,20 @@ class Growth(Task):
     unit: str = "ms"
     goal: float | None = None
     """telegrad's time per call (say) at the largest size is to be at most this multiple of that at `base`."""
+    local: Callable[[Session], Samples] | None = None
+    """The same in one process without workers; runs once in each round, in a process of its own."""
+    goals: Mapping[int, float] = field(default_factory=dict)
+    """Size -> telegrad's median is to be at most this part of torch's."""
+    slope_goal: float | None = None
+    """telegrad's slope beyond `local`'s is to be at most so many seconds."""
     remark: str = ""
+
+    @property
+    def floor(self) -> Task | None:
+        """What `local` is measured by."""
+        if self.local is None:
+            return None
+        return Task(name=self.name, title=self.title, measure=self.local, repeats=self.repeats, setting=ALONE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,3 +160,22 @@ class Suite:
             growths=tuple(growth for growth in self.growths if growth.name in names),
             sections=tuple(section for section in self.sections if section.name in names),
         )
+
+    def pinned(self) -> Suite:
+        """The suite with each worker on a core of its own.
+
+        What runs alone stays free: some of it starts processes, which would all share its core.
+        """
+        return replace(
+            self,
+            figures=tuple(_pinned(figure) for figure in self.figures),
+            growths=tuple(_pinned(growth) for growth in self.growths),
+            sections=tuple(_pinned(section) for section in self.sections),
+        )
+
+
+SomeTask = TypeVar("SomeTask", bound=Task)
+
+
+def _pinned(task: SomeTask) -> SomeTask:
+    return replace(task, setting=replace(task.setting, pinned=True)) if task.setting.workers else task

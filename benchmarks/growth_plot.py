@@ -1,4 +1,5 @@
-"""The plot of growth: for each growth, time against size on logarithmic axes, telegrad beside torch."""
+"""The plot of growth: for each growth, time against size on logarithmic axes, telegrad beside torch, and
+beside the same in one process where that was measured."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plot import COLOURS
+from benchmarks.plot import COLOURS, FLOOR_COLOURS
 from benchmarks.summary import Curve, GrowthRow
 
 COLUMNS = 3
 GUIDE = "#dddddd"
+SIDES = {**COLOURS, "one process": FLOOR_COLOURS[0]}
 
 
 def draw(table: list[GrowthRow], title: str, path: Path) -> bool:
@@ -42,7 +44,7 @@ def draw(table: list[GrowthRow], title: str, path: Path) -> bool:
 def _draw_row(panel: Any, row: GrowthRow) -> None:
     from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, NullFormatter, NullLocator
 
-    for name, curve in (("telegrad", row.telegrad), ("torch", row.torch)):
+    for name, curve in zip(SIDES, (row.telegrad, row.torch, row.local), strict=True):
         if curve:
             _draw_curve(panel, name, curve)
     panel.set_xscale("log")
@@ -65,5 +67,5 @@ def _draw_curve(panel: Any, name: str, curve: Curve) -> None:
     tops = [one.p99 or math.nan for one in curve.values()]
     known = list(curve)
     panel.plot(known, [medians[-1] * size / known[-1] for size in known], color=GUIDE, linewidth=1, zorder=1)
-    panel.fill_between(known, medians, tops, color=COLOURS[name], alpha=0.15, linewidth=0)
-    panel.plot(known, medians, color=COLOURS[name], marker="o", markersize=3.5, label=name)
+    panel.fill_between(known, medians, tops, color=SIDES[name], alpha=0.15, linewidth=0)
+    panel.plot(known, medians, color=SIDES[name], marker="o", markersize=3.5, label=name)

@@ -7,23 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.backends import backend_here
+
 WORDS = 100
 WIDTH = 32
-
-
-def _rpc() -> Any:
-    """The side that runs in this process."""
-    import torch.distributed.rpc as theirs
-
-    import telegrad.rpc
-    from telegrad.errors import NotStartedError
-    from telegrad.primitives.current import current_worker
-
-    try:
-        current_worker()  # a call may be served before init_rpc() has returned in this process
-    except NotStartedError:
-        return theirs
-    return telegrad.rpc
 
 
 def negated(x: Tensor) -> Tensor:
@@ -32,7 +19,7 @@ def negated(x: Tensor) -> Tensor:
 
 def make_parameters(count: int, size: int) -> list[Any]:
     """Handles to new parameters of this worker."""
-    rref = _rpc().RRef
+    rref = backend_here().rpc.RRef
     return [rref(nn.Parameter(torch.linspace(0.5, 1.5, size) * (n + 1))) for n in range(count)]
 
 
@@ -59,13 +46,13 @@ class Decoder(nn.Module):
         return self.linear(hidden)  # type: ignore[no-any-return]
 
 
-def forward_of(handle: Any, x: Tensor) -> Tensor:
-    return handle.local_value()(x)  # type: ignore[no-any-return]
+def forward_of(handle: Any, *inputs: Any) -> Any:
+    return handle.local_value()(*inputs)
 
 
 def parameters_of(handle: Any) -> list[Any]:
     """Handles to the parameters of a module of this worker."""
-    rref = _rpc().RRef
+    rref = backend_here().rpc.RRef
     return [rref(parameter) for parameter in handle.local_value().parameters()]
 
 

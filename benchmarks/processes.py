@@ -123,7 +123,9 @@ def _join(processes: list[SpawnProcess], deadline: float) -> str | None:
 
 def _work(rank: int, job: Job, port: int, report: Connection | None) -> None:
     """What each process runs. Rank 0 measures; the others serve until it shuts down."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
+    if job.setting.pinned:
+        _pin(rank)
     meet_at(port)
     names = ["driver", *(f"peer{other}" for other in range(1, job.setting.workers))]
     if job.setting.workers:
@@ -137,6 +139,12 @@ def _work(rank: int, job: Job, port: int, report: Connection | None) -> None:
         report.send(None)
     if job.setting.workers:
         job.backend.rpc.shutdown()
+
+
+def _pin(rank: int) -> None:
+    """Keep this process, whose threads are yet to be started, on one of the cores that it may use."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
 def _outcome(task: Task, job: Job, peers: tuple[str, ...]) -> Outcome:
@@ -177,6 +185,14 @@ def _kill(process: psutil.Process) -> None:
         process.kill()
     except psutil.NoSuchProcess:
         pass
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the one that has started it ends, however that ends."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():  # it had ended before
+        os._exit(1)
 
 
 def _prctl(option: int, value: int) -> None:

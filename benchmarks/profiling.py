@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.callee import Usage, echo, empty, tensor_of, usage
-from benchmarks.figures import Repeats, Section, Session
+from benchmarks.figures import PAIR, Repeats, Section, Session, Setting
 from benchmarks.sampling import timed
 from benchmarks.tables import Grid
 
@@ -144,7 +144,7 @@ def _usage_row(who: str, used: Usage) -> tuple[str, ...]:
     )
 
 
-def section(calls: Callable[[Session], dict[str, Call]], repeats: Repeats) -> Section:
+def section(calls: Callable[[Session], dict[str, Call]], repeats: Repeats, setting: Setting = PAIR) -> Section:
     """The section for these calls, by title."""
     return Section(
         name="profile",
@@ -152,6 +152,7 @@ def section(calls: Callable[[Session], dict[str, Call]], repeats: Repeats) -> Se
         measure=partial(measure_profiles, calls=calls),
         render=render_profiles,
         repeats=repeats,
+        setting=setting,
     )
 
 

@@ -6,22 +6,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks import growth_plot, plot
+from benchmarks import growth_plot, growth_report, plot
 from benchmarks.figures import Figure, Suite
 from benchmarks.machine import Load, Machine, commit_here
 from benchmarks.runner import FLOOR, Plan, Results
-from benchmarks.summary import GrowthRow, Row, Side, growth_rows, per_one, rows, show, side
+from benchmarks.summary import Row, Side, growth_rows, rows, show, side
 from benchmarks.tables import Grid
 
 LOAD_REMARK = (
     "Cores busy: during one second in which the benchmark itself did nothing. The averages also count the "
     "benchmark's own work, from the second round on."
-)
-
-
-GROWTH_REMARK = (
-    "The time per call (or per worker) at the largest size, as a multiple of that at a smaller one, at which what "
-    "a pass costs however small it is no longer counts for much. 1 is linear."
 )
 
 
@@ -37,7 +31,7 @@ def print_report(suite: Suite, results: Results, machine: Machine) -> None:
     if suite.figures:
         ratios(rows(results, suite.figures)).print(suite.title)
     if growth := growth_rows(results, suite.growths):
-        rises(growth).print("How cost grows")
+        growth_report.print_growth(growth)
     if suite.floors:
         floors(results, suite.floors).print("Floors")
     for title, text in section_texts(suite, results):
@@ -52,10 +46,10 @@ def write_report(
 ) -> list[Path]:
     """The results file and its plots; a partial run gets a name of its own, so that it replaces no full one."""
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    stem = f"{suite.name}{'-partial' if partial else ''}_{machine.slug}_{date}"
+    stem = f"{suite.name}{_manner(plan)}{'-partial' if partial else ''}_{machine.slug}_{date}"
     directory.mkdir(parents=True, exist_ok=True)
     table, bars, curves = (directory / f"{stem}{end}" for end in (".md", ".png", "_growth.png"))
-    title = f"{suite.title}\n{machine}"
+    title = "\n".join([suite.title, str(machine), *conditions(plan)])
     drawn = plot.draw(suite, results, title, bars)
     grown = growth_plot.draw(growth_rows(results, suite.growths), title, curves)
     pictures = Pictures(bars.name if drawn else None, curves.name if grown else None)
@@ -63,22 +57,39 @@ def write_report(
     return [table, *([bars] if drawn else []), *([curves] if grown else [])]
 
 
+def _manner(plan: Plan) -> str:
+    """For the file's name: what is not as usual."""
+    loops = f"-beside-{plan.busy}-busy-loop{'s' if plan.busy > 1 else ''}"
+    return f"{'-pinned' if plan.pinned else ''}{loops if plan.busy else ''}"
+
+
+def conditions(plan: Plan) -> list[str]:
+    """What is not as usual, in sentences."""
+    said = []
+    if plan.pinned:
+        said.append("Each worker pinned to one core (that of its rank, modulo the cores); single processes are free.")
+    if plan.busy:
+        loops = "one busy loop" if plan.busy == 1 else f"{plan.busy} busy loops"
+        said.append(f"With {loops} beside the whole run, on all cores; the load below counts them.")
+    return said
+
+
 def _document(suite: Suite, plan: Plan, results: Results, machine: Machine, date: str, pictures: Pictures) -> str:
     table = rows(results, suite.figures)
     growth = growth_rows(results, suite.growths)
     quick = " **A quick run, with few samples and few workers: not to be quoted.**" if plan.quick else ""
     of = f" Commit {commit}." if (commit := commit_here()) else ""
-    parts = [f"# {suite.title}", f"{date}. {machine}.{of} {plan.rounds} rounds, backends alternating.{quick}"]
+    parts = [
+        f"# {suite.title}",
+        *conditions(plan),
+        f"{date}. {machine}.{of} {plan.rounds} rounds, backends alternating.{quick}",
+    ]
     if table:
         parts += [ratios(table).markdown(), "\n".join(f"- {remark}" for remark in suite.remarks)]
     if pictures.bars:
         parts.append(f"![times, on a logarithmic axis]({pictures.bars})")
     if growth:
-        parts += ["## How cost grows", GROWTH_REMARK, rises(growth).markdown()]
-    if pictures.curves:
-        parts.append(f"![time against size, on logarithmic axes]({pictures.curves})")
-    for row in growth:
-        parts += [f"### {row.growth.title}", *filter(None, [row.growth.remark]), sizes(row).markdown()]
+        parts += growth_report.sections(growth, picture=pictures.curves)
     if suite.floors:
         parts += ["## Floors", floors(results, suite.floors).markdown()]
     if table:
@@ -110,37 +121,6 @@ def _ratio_row(row: Row) -> tuple[str, ...]:
         "–" if goal is None else f"{goal:.2f}",
         {True: "yes", False: "no", None: "–"}[row.met],
     )
-
-
-def rises(table: list[GrowthRow]) -> Grid:
-    header = ("growth", "from", "to", "telegrad", "each round", "torch", "each round", "goal", "met")
-    return Grid(header, [_rise_row(row) for row in table])
-
-
-def _rise_row(row: GrowthRow) -> tuple[str, ...]:
-    goal = row.growth.goal
-    cells = [row.growth.title, str(row.growth.base), f"{row.largest} {row.growth.of}"]
-    for curve in (row.telegrad, row.torch):
-        rise = row.rise(curve)
-        cells.append("–" if rise is None else f"{rise:.2f}")
-        cells.append(" ".join(f"{one:.2f}" for one in row.rises(curve)) or "–")
-    met = {True: "yes", False: "no", None: "–"}[row.met]
-    return (*cells, "–" if goal is None else f"{goal:.2f}", met)
-
-
-def sizes(row: GrowthRow) -> Grid:
-    header = (row.growth.of, "telegrad", "p99", "each", "torch", "p99", "each", "ratio")
-    return Grid(header, [_size_row(row, size) for size in sorted(row.telegrad.keys() | row.torch.keys())])
-
-
-def _size_row(row: GrowthRow, size: int) -> tuple[str, ...]:
-    cells = [str(size)]
-    for curve in (row.telegrad, row.torch):
-        one = curve.get(size, Side({}))
-        cells += [show(one.median, row.growth.unit), show(one.p99, row.growth.unit)]
-        cells.append(show(per_one(curve, size), "µs"))
-    telegrad, torch = per_one(row.telegrad, size), per_one(row.torch, size)
-    return (*cells, "–" if telegrad is None or torch is None else f"{telegrad / torch:.3f}")
 
 
 def floors(results: Results, figures: tuple[Figure, ...]) -> Grid:

@@ -1,8 +1,8 @@
 """The rounds. A suite and a plan go in, records come out: one for each task that ran, with the round it was in.
 
 Within a round each setting is run by each backend in turn, so that the two are minutes apart at most; every
-second round begins with the other one, so that neither is always first. The floors close each round. The
-sections are measured once, at the end, with the first backend of the plan.
+second round begins with the other one, so that neither is always first. The floors close each round, and what
+growths take in one process. The sections are measured once, at the end, with the first backend of the plan.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ class Plan:
     quick: bool = False
     limit_s: float = 300.0
     """For one backend in one setting of one round."""
+    pinned: bool = False
+    """What the results file says: the settings of the suite are pinned already."""
+    busy: int = 0
+    """Busy loops beside the whole run; who starts the run starts them (busy.py)."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,9 @@ def _round(number: int, suite: Suite, plan: Plan) -> Iterator[Record]:
     for setting, tasks in _by_setting((*suite.figures, *suite.growths)):
         for backend in in_turn:
             yield from _job(number, backend.name, Job(backend, setting, tasks, plan.quick), plan)
-    if suite.floors:
-        yield from _job(number, FLOOR, Job(plan.backends[0], ALONE, suite.floors, plan.quick), plan)
+    floors = (*suite.floors, *(growth.floor for growth in suite.growths if growth.floor))
+    if floors:
+        yield from _job(number, FLOOR, Job(plan.backends[0], ALONE, floors, plan.quick), plan)
 
 
 def _job(number: int, side: str, job: Job, plan: Plan) -> Iterator[Record]:

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 from benchmarks.figures import Figure, Growth
-from benchmarks.runner import Results
+from benchmarks.runner import FLOOR, Results
 from benchmarks.sampling import Spread
 
 SCALE = {"s": 1.0, "ms": 1e3, "µs": 1e6}
@@ -72,6 +72,7 @@ class GrowthRow:
     growth: Growth
     telegrad: Curve
     torch: Curve
+    local: Curve
 
     @property
     def largest(self) -> int:
@@ -101,6 +102,30 @@ class GrowthRow:
         return [large[number].median / small[number].median * scale for number in sorted(large)]
 
 
+@dataclass(frozen=True)
+class Slope:
+    """What one more costs, in seconds, by round: from the smallest size to the largest."""
+
+    rounds: dict[int, float]
+
+    @classmethod
+    def of(cls, curve: Curve) -> Slope:
+        if len(curve) < 2:
+            return cls({})
+        small, large = min(curve), max(curve)
+        first, last = curve[small].rounds, curve[large].rounds
+        return cls({number: (last[number].median - first[number].median) / (large - small) for number in sorted(last)})
+
+    def beyond(self, other: Slope) -> Slope:
+        """Less the other's, for each round that both have."""
+        both = sorted(self.rounds.keys() & other.rounds.keys())
+        return Slope({number: self.rounds[number] - other.rounds[number] for number in both})
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.rounds.values()) if self.rounds else None
+
+
 def per_one(curve: Curve, size: int) -> float | None:
     median = curve[size].median if size in curve else None
     return None if median is None else median / size
@@ -108,9 +133,8 @@ def per_one(curve: Curve, size: int) -> float | None:
 
 def growth_rows(results: Results, growths: tuple[Growth, ...]) -> list[GrowthRow]:
     """Those that were measured, on one side at least."""
-    found = [
-        GrowthRow(growth, _curve(results, "telegrad", growth), _curve(results, "torch", growth)) for growth in growths
-    ]
+    sides = ("telegrad", "torch", FLOOR)
+    found = [GrowthRow(growth, *(_curve(results, name, growth) for name in sides)) for growth in growths]
     return [row for row in found if row.telegrad or row.torch]
 
 
@@ -125,4 +149,4 @@ def show(seconds: float | None, unit: str) -> str:
     if seconds is None:
         return "–"
     value = seconds * SCALE[unit]
-    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+    return f"{value:.{0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2}f} {unit}"
