@@ -397,6 +397,13 @@ def test_the_arguments_of_to() -> None:
     assert _torch.parse_to(torch.float16) == (None, torch.float16, False, None)
 
 
+@fact_of("foreach_add")
+def test_tensors_are_added_to_together() -> None:
+    sums, terms = [torch.ones(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+    _torch.foreach_add(sums, terms)
+    assert [found.tolist() for found in sums] == [[2, 2], [1, 1, 1]]
+
+
 @fact_of("OpOverload", "OpOverloadPacket")
 def test_operators_know_their_names() -> None:
     packet, overload = torch.ops.aten.add, torch.ops.aten.add.Tensor

@@ -54,6 +54,8 @@ set_conj = _C._set_conj
 make_per_tensor_quantized = torch._make_per_tensor_quantized_tensor
 make_per_channel_quantized = torch._make_per_channel_quantized_tensor
 
+foreach_add = torch._foreach_add_
+
 # modules, operators, TorchScript
 parse_to = _C._nn._parse_to
 DistributedDataParallel = cast(Any, torch.nn.parallel.DistributedDataParallel)

@@ -21,7 +21,7 @@ CONTEXT = 1000
 
 def receive(*ids: int) -> list[torch.Tensor]:
     """Tensors as if they had come from another worker, in one message."""
-    return make_recvs(ids[0], [LogEntry(id, CONTEXT, ()) for id in ids], CONTEXT, [torch.ones(2) for _ in ids])
+    return make_recvs(ids[0], [LogEntry(id, CONTEXT, ()) for id in ids], CONTEXT, [torch.ones(2) for _ in ids])[0]
 
 
 def leaf() -> torch.Tensor:
@@ -63,7 +63,7 @@ def brute_force(edges) -> tuple[set[int], set, set]:
             continue
         seen.add((node, number))
         if type(node) is RecvNode:
-            received.add(node.id)
+            received.add(node.members[number])
             continue
         if type(node) is AccumulateGrad:
             leaves.add(node)

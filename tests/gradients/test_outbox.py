@@ -72,7 +72,8 @@ class Sending:
         self.poster = Poster(self.host, lambda: [self.local], lambda local, error: self.errors.append(error))  # type: ignore[arg-type]
 
     def add(self, message: int, *gradients: torch.Tensor | None, at_once: bool = False, is_last: bool = False) -> None:
-        self.poster.add(self.local, PEER, message, list(gradients), at_once=at_once, is_last=is_last)
+        nbytes, _ = self.poster.weigh(PEER, gradients)
+        self.poster.add(self.local, PEER, message, gradients, nbytes=nbytes, at_once=at_once, is_last=is_last)
 
     def sent(self) -> list[tuple[Kind, tuple[int, ...], int]]:
         """(kind, the messages whose gradients these are, how many gradients) of all that was posted."""

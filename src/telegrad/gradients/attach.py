@@ -21,8 +21,8 @@ from ..messages import COUNTER_BITS, Autograd, Envelope, Hello, LogEntry
 from ..options import reversed_map
 from ..primitives import current
 from .contexts import Context, Contexts, Sent
-from .local_graph import Graph
-from .nodes import make_recvs
+from .local_graph import NOTHING, Graph
+from .nodes import copies_of, make_recvs
 from .pasts import Member, Past, carried, ids_of, rebuilt
 from .plain import Undecoded
 
@@ -72,14 +72,18 @@ class Attach:
         sent: list[Sent] = []
         own: list[LogEntry] = []
         depends_on: list[int] = []
+        copies, graph, last = copies_of(tensors), context.graph, NOTHING
+        reach: tuple[int, ...] = ()
         with context.lock:
             for place, tensor in enumerate(tensors):
                 id = envelope.id if place == 0 else self._new_id()
-                found = Sent(id, envelope.id, place, count, to, tensor, context.graph)
+                found = Sent(id, envelope.id, place, count, to, tensor, graph, copies.get(place))
                 sent.append(found)
-                reach = self._contexts.logged(context.id, found.reach) if found.reach else ()
+                if found.reach is not last:  # most tensors of a message depend on the same ones
+                    last = found.reach
+                    reach = self._contexts.logged(context.id, last) if last else ()
+                    depends_on += reach
                 own.append(LogEntry(id, context.id, reach))
-                depends_on += reach
         log.merge(own)
         for found in sent:
             context.sends[found.id] = found
@@ -101,12 +105,18 @@ class Attach:
         sent: list[Sent] = []
         own: list[LogEntry] = []
         depends_on: list[Member] = []
+        count, copies, last = len(tensors), copies_of(tensors), NOTHING
+        members: tuple[Member, ...] = ()
+        ids: tuple[int, ...] = ()
         for place, tensor in enumerate(tensors):
             id = envelope.id if place == 0 else self._new_id()
-            found = Sent(id, envelope.id, place, len(tensors), to, tensor, graph)
-            found.past = Past(id, tuple(found.reach))
-            own.append(LogEntry(id, 0, ids_of(found.reach)))
-            depends_on += found.reach
+            found = Sent(id, envelope.id, place, count, to, tensor, graph, copies.get(place))
+            if found.reach is not last:  # most tensors of a message depend on the same ones
+                last = found.reach
+                members, ids = tuple(last), ids_of(last)
+                depends_on += members
+            found.past = Past(id, members)
+            own.append(LogEntry(id, 0, ids))
             sent.append(found)
         graph.leave_marks()
         plain.add(sent)
@@ -215,11 +225,12 @@ class Attach:
             raise GradientError(f"message {message} has {len(tensors)} tensors that require grad, not {len(sent)}")
         if not autograd.context:
             return self._recv_plain(message, autograd, came_from, tensors)
-        received = make_recvs(message, sent, autograd.context, tensors, came_from)
+        received, recvs = make_recvs(message, sent, autograd.context, tensors, came_from)
         context = self._live.get(autograd.context)
         if context is not None:  # else backward() will say that it has ended
-            for entry, tensor in zip(sent, received, strict=True):
-                context.received[entry.id] = tensor.grad_fn
+            for recv in recvs:
+                for id in recv.ids:
+                    context.received[id] = recv
         return received
 
     def _recv_plain(
@@ -227,11 +238,10 @@ class Attach:
     ) -> Sequence[torch.Tensor]:
         plain, sent = self._plain, autograd.sent
         found = rebuilt((*autograd.entries, *sent), plain.past_of)
-        received = make_recvs(message, sent, 0, tensors, came_from)
-        for entry, tensor in zip(sent, received, strict=True):
-            node, past = tensor.grad_fn, found[entry.id]
-            node.reach = frozenset((past,))  # type: ignore[union-attr]
-            plain.keep_track(entry.id, past, node)
+        received, recvs = make_recvs(message, sent, 0, tensors, came_from)
+        for recv in recvs:
+            recv.members = tuple([found[id] for id in recv.ids])
+            plain.keep_track(recv)
         plain.undecoded.discard(sent[0].id)  # from here on it is up to the Recvs
         return received
 

@@ -18,20 +18,21 @@ from .pasts import Past
 
 
 class Sent:
-    """One tensor of a message, as the graph knows it. It keeps what is behind the tensor, but not its memory.
+    """One tensor of a message, as the graph knows it. It keeps what is behind the tensor, but no large memory.
 
-    `stand_in` takes its place among the inputs of a Wait: a leaf itself, which stays what it is; for any other the
-    token of a Send, since the tensor may be changed in place and get another history.
+    `stand_in` takes its place among the inputs of a Wait: a leaf itself, which stays what it is; for any other a copy
+    of a small tensor, or the token of a Send, since the tensor may be changed in place and get another history.
     """
 
     __slots__ = (
-        "_alias", "_edge", "count", "device", "dtype", "graph", "id", "is_leaf", "is_small_leaf", "message", "past",
-        "place", "reach", "shape", "stand_in", "to",
+        "_alias", "_edge", "count", "device", "dtype", "graph", "id", "is_copied", "is_leaf", "is_small_leaf",
+        "message", "past", "place", "reach", "shape", "stand_in", "to",
     )  # fmt: skip
 
     def __init__(
-        self, id: int, message: int, place: int, count: int, to: int, tensor: torch.Tensor, graph: Graph
-    ) -> None:
+        self, id: int, message: int, place: int, count: int, to: int, tensor: torch.Tensor, graph: Graph,
+        copy: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.id = id
         self.message = message
         self.place = place  # among the tensors of the message that require grad
@@ -39,14 +40,20 @@ class Sent:
         self.to = to  # the id of the worker that it was sent to
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.graph = graph
-        node = tensor.grad_fn
-        self.is_leaf = node is None
-        self.is_small_leaf = node is None and tensor.layout is torch.strided and tensor.nbytes < SHARED_MEMORY_FROM
-        self._edge: Edge | None = None if node is None else (node, tensor.output_nr)
-        self.stand_in = tensor if node is None else make_send(id, tensor)
-        self._alias = alias_of(tensor) if node is None else None  # see Note [leaves and threads]
-        self.reach = NOTHING if self._edge is None else graph.walk((self._edge,))
         self.past: Past | None = None  # outside of contexts
+        node = tensor.grad_fn
+        self.is_copied = copy is not None
+        self._edge: Edge | None
+        if node is not None:
+            self.is_leaf = self.is_small_leaf = False
+            self._edge, self._alias = (node, tensor.output_nr), None
+            self.stand_in = make_send(id, tensor) if copy is None else copy
+            self.reach = graph.reach_of(node, tensor.output_nr)
+            return
+        self.is_leaf = True
+        self.is_small_leaf = tensor.layout is torch.strided and tensor.nbytes < SHARED_MEMORY_FROM
+        self._edge, self._alias = None, alias_of(tensor)  # see Note [leaves and threads]
+        self.stand_in, self.reach = tensor, NOTHING
 
     @property
     def edge(self) -> Edge:

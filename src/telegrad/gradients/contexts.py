@@ -101,7 +101,7 @@ class Contexts:
 
     def nodes_of(self, reach: Iterable[Member]) -> list[Node]:
         """Returns the Recvs that something on this worker leads to."""
-        found: dict[int, Node] = {}
+        found: dict[int, Node] = {}  # by the ids of Python's objects: one Recv may be that of several tensors
         ids: list[int] = []
         waiting, groups = list(reach), set()
         while waiting:
@@ -113,11 +113,12 @@ class Contexts:
                     groups.add(member)
                     waiting.extend(member.depends_on)  # type: ignore[union-attr]
             elif (node := member.recv()) is not None:  # type: ignore[union-attr]
-                found[member.id] = node  # type: ignore[union-attr]
-        if any(id < 0 for id in ids):
+                found[id(node)] = node
+        if any(number < 0 for number in ids):
             ids = list(flatten_groups(ids, self.log.closure(ids)))
-        for id in ids:
-            found[id] = self.find_received(id)
+        for number in ids:
+            node = self.find_received(number)
+            found[id(node)] = node
         return list(found.values())
 
     def was_released(self, id: int) -> bool:

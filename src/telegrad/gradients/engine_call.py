@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 from .._torch import DisableTorchFunctionSubclass, current_graph_task_id, run_backward
 from ..errors import GradientError
 from ..messages import COUNTER_BITS
+from ..options import SHARED_MEMORY_FROM
 from ..primitives import clock, current
 from ..primitives.interrupts import interruptible
 from ..primitives.waiter import Waiter
@@ -21,7 +22,7 @@ from . import devices, nodes
 from .captured import Captured, edges_to
 from .checkpoints import watch_checkpoint
 from .contexts import Contexts, Sent
-from .holding import free_references, is_large, references
+from .holding import free_references, kept
 from .host import Host
 from .leaves import Capture, GradientTable
 from .local_graph import Graph, Node
@@ -64,7 +65,7 @@ class EngineCall:
         self.capture: Capture | None = None
         self._free = free_references()
         # Guarded by the lock of `local`: a device's thread may post at the same time.
-        self._due: dict[int, int] | None = None  # by received message: tensors that the engine has not come to yet
+        self._due: dict[int, int] | None = None  # by received message: Recvs that the engine has not come to yet
         self._collected: dict[int, list[Gradient]] = {}  # by received message
         self._events: dict[int, list[devices.Event]] = {}  # the same: these gradients are ready behind them
         self._unposted = 0  # received messages whose gradients are still to be sent
@@ -235,16 +236,16 @@ class EngineCall:
             members = set(local.roots.reach)
             for sent in local.sent.values():
                 members |= sent.reach
-        received, found = self._context.received, []
+        received, found = self._context.received, {}
         for member in members:
             node = received.get(member) if type(member) is int else None
             if node is None:  # a group, or received elsewhere than in this context
                 return self._contexts.nodes_of(members)
-            found.append(node)
-        return found
+            found[id(node)] = node
+        return list(found.values())
 
     def _count_due(self) -> dict[int, int]:
-        """Counts how many tensors of each received message the engine will come to."""
+        """Counts how many Recvs of each received message the engine will come to."""
         due: dict[int, int] = {}
         for node in self._received():
             due[node.message] = due.get(node.message, 0) + 1
@@ -400,9 +401,9 @@ class EngineCall:
             )
         return self._decoded[message]
 
-    def post(self, recv: Any, gradient: Gradient) -> None:
-        """Sends the gradient of a received tensor to its sender, with the others of its message; and with those of
-        other messages, where one follows the other closely."""
+    def post(self, recv: Any, gradients: Sequence[Gradient]) -> None:
+        """Sends the gradients of received tensors to their sender, when all those of their message are here; and with
+        those of other messages, where one follows the other closely."""
         local = self._local
         if local.interrupted:
             raise InterruptedPassError(f"the pass was ended: {local.interrupted}")
@@ -410,33 +411,36 @@ class EngineCall:
         worker = message >> COUNTER_BITS
         if recv.came_from is not None:
             local.device_maps[message] = recv.came_from
-        by_lane = gradient is not None and not gradient.is_cpu and self._host.goes_by_lane(worker, gradient)
-        if gradient is not None and (
-            recv.count > 1 or gradient.layout is not torch.strided or (is_large(gradient) and not by_lane)
-        ):
-            # It is kept beyond this call, and the Function that made it may use its memory again.
-            if not gradient.requires_grad and references(gradient) != self._free:
-                gradient = gradient.clone()
+        is_whole = len(gradients) == recv.count
+        nbytes, at_once = self._poster.weigh(worker, gradients)
+        if not is_whole or nbytes >= SHARED_MEMORY_FROM:
+            gradients = kept(gradients, self._free)
+        if self._begin.wanted is not None:  # a Recv runs for all of its tensors
+            wanted = self._begin.wanted
+            gradients = [one if id in wanted else None for id, one in zip(recv.ids, gradients, strict=True)]
         with local.lock:
-            if recv.count == 1:
-                gradients: list[Gradient] = [gradient]
-            else:
+            if not is_whole:
                 if self._due is None:
                     self._due = self._count_due()
-                gradients = self._collected.setdefault(message, [None] * recv.count)
-                gradients[recv.place] = gradient
+                found = self._collected.setdefault(message, [None] * recv.count)
+                for place, gradient in zip(recv.places, gradients, strict=True):
+                    found[place] = gradient
                 if self.has_devices:
-                    self._events.setdefault(message, []).extend(devices.record((gradient,)))
+                    self._events.setdefault(message, []).extend(devices.record(gradients))
                 self._due[message] -= 1
                 if self._due[message]:
                     return
-                del self._collected[message]
+                gradients = self._collected.pop(message)
             self._unposted -= 1
             # With nothing more to wait for the engine is all but done: the root hears of that in the same message.
             is_last = self._unposted == 0 and not local.part.missing and worker == self.pass_id >> COUNTER_BITS
-        at_once = self._waits or self._begin.create_graph
+        if not is_whole:
+            nbytes, at_once = self._poster.weigh(worker, gradients)
+        at_once = at_once or self._waits or self._begin.create_graph
         events = self._events.pop(message, ()) if self._events else ()
-        self._poster.add(local, worker, message, gradients, at_once=at_once, is_last=is_last, events=events)
+        self._poster.add(
+            local, worker, message, gradients, nbytes=nbytes, at_once=at_once, is_last=is_last, events=events
+        )
 
 
 @functools.cache

@@ -1,13 +1,13 @@
 """Whether anything but torch's engine holds a gradient that a Recv's backward was given.
 
-Such a gradient may be kept without a copy if not, for another thread to send: see Note [gradients that are held
-elsewhere] in leaves.py, which does the same for the gradients of leaves.
+Such a gradient may be kept without a copy if not, for another thread to send or until others of its message have come:
+see Note [gradients that are held elsewhere] in leaves.py, which does the same for the gradients of leaves.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from sys import getrefcount
 from typing import Any
 
@@ -15,17 +15,23 @@ import torch
 
 from .._torch import run_backward
 from ..messages import LogEntry
-from ..options import SHARED_MEMORY_FROM
 from . import nodes
 
-
-def is_large(gradient: torch.Tensor) -> bool:
-    """Says whether another thread sends it."""
-    return gradient.nbytes >= SHARED_MEMORY_FROM
+Gradient = torch.Tensor | None
 
 
-def references(gradient: torch.Tensor) -> tuple[int, int]:
-    """Counts how often the gradient that EngineCall.post was given is held, in torch and in Python."""
+def kept(gradients: Sequence[Gradient], free: tuple[int, int] | None) -> list[Gradient]:
+    """Returns gradients that may be kept beyond the backward that was given them: copies where the Function that made
+    them may use their memory again. `free` is what free_references() says."""
+    return [
+        gradient if gradient is None or gradient.requires_grad or _references(gradient) == free else gradient.clone()
+        for gradient in gradients
+    ]
+
+
+def _references(gradient: torch.Tensor) -> tuple[int, int]:
+    """Counts how often a gradient is held, in torch and in Python: here by the arguments of the backward, and a loop
+    over them."""
     return gradient._use_count(), getrefcount(gradient)  # type: ignore[attr-defined]
 
 
@@ -34,8 +40,8 @@ class _Probe:
 
     has_devices, task, found, capture, before = False, -1, (0, 0), None, None
 
-    def post(self, recv: Any, gradient: torch.Tensor) -> None:
-        self.found = references(gradient)
+    def post(self, recv: Any, gradients: Sequence[torch.Tensor]) -> None:
+        (self.found,) = [_references(gradient) for gradient in gradients]
 
 
 @functools.cache
@@ -46,7 +52,7 @@ def free_references() -> tuple[int, int] | None:
     beacon, one = nodes.make_beacon(), torch.ones((), device="cpu")
 
     def measure(function: Callable[[torch.Tensor], torch.Tensor], *, keep: bool = False) -> tuple[int, int]:
-        (received,) = nodes.make_recvs(1, [LogEntry(1, 0, ())], 0, [one.new_zeros(1)])
+        (received,), _ = nodes.make_recvs(1, [LogEntry(1, 0, ())], 0, [one.new_zeros(1)])
         loss, probe = function(received), _Probe()
         if keep:
             loss.grad_fn.register_hook(lambda inputs, outputs: kept.append(inputs))  # type: ignore[union-attr]

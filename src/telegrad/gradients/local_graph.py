@@ -55,12 +55,17 @@ class Graph(msgspec.Struct, eq=False):
         """Returns what the edges lead to together."""
         known = self.known
         reach = NOTHING
-        for node, _ in starts:
+        for node, number in starts:
             found = known.get(node)
             if found is None:
-                found = self._visit(node)
+                found = self._visit(node, number)
             reach = self._union(reach, found) if reach else found
         return reach
+
+    def reach_of(self, node: Node, number: int) -> Reach:
+        """Returns what an edge leads to."""
+        found = self.known.get(node)
+        return self._visit(node, number) if found is None else found
 
     def walk_once(self, starts: Iterable[Edge]) -> tuple[Reach, list[Node], list[Node]]:
         """Does the same, but remembers nothing new. Returns also the leaves and checkpoints that are new."""
@@ -82,10 +87,8 @@ class Graph(msgspec.Struct, eq=False):
                 if node is not None:
                     number, kind = node._sequence_nr(), node.__class__
                     if (
-                        ((number >> _SHORT) * HASH & BITS < _PICKED or (number >> _LONG) * HASH & BITS < _PICKED)
-                        and kind is not RecvNode
-                        and kind is not AccumulateGrad
-                    ):
+                        (number >> _SHORT) * HASH & BITS < _PICKED or (number >> _LONG) * HASH & BITS < _PICKED
+                    ) and kind is not AccumulateGrad:
                         node.metadata[_REACH] = reach
                     if number * HASH & BITS < deep.PICKED:
                         deep.put_break(node)
@@ -103,73 +106,85 @@ class Graph(msgspec.Struct, eq=False):
         self.known.clear()
         self.known[None] = NOTHING
 
-    def _visit(self, node: Node) -> Reach:
-        """Finds what a node leads to, and all nodes behind it."""
+    def _visit(self, node: Node, number: int) -> Reach:
+        """Finds what an edge leads to, and all nodes behind it. A Recv is not among the known nodes: it may give several
+        tensors."""
         kind = node.__class__
-        if kind is AccumulateGrad or kind is RecvNode:
-            if kind is RecvNode:
-                self.known[node] = node.reach
-                return self.known[node]
+        if kind is RecvNode:
+            return frozenset((node.members[number],))
+        if kind is AccumulateGrad:
             self.leaves.append(node)
             self.known[node] = NOTHING
             return NOTHING
-        # Depth first, with a path of our own: graphs are deeper than Python's stack. This loop is hot: down as long as
-        # there is something unknown, then up as long as there is not.
+        # Depth first, with a path of our own: graphs are deeper than Python's stack. This loop is hot.
         known, marks = self.known, self.marks
-        found: Reach | None
-        path: list[Node] = []
-        edges: list[Any] = []  # of the nodes on the path
+        found: Any = NOTHING  # of the node that was left last
+        path: list[Any] = []  # nodes that were come through, each with its edges that are left, and what was found
+        if not node._sequence_nr():
+            node._set_sequence_nr(1)  # see Note [why a Wait has sequence number 0]
+        edges = iter(node.next_functions)
+        reach, many = NOTHING, None  # the second takes the place of the first where that grows
         while True:
-            if not node._sequence_nr():
-                node._set_sequence_nr(1)  # see Note [why a Wait has sequence number 0]
-            nexts = node.next_functions
-            while True:
-                reach = NOTHING
-                for next, _ in nexts:
-                    found = known.get(next)
-                    if found is None:
-                        kind = next.__class__
-                        if kind is RecvNode:
-                            found = next.reach
-                        elif kind is AccumulateGrad:
+            if found is not reach:
+                if many is not None:
+                    many.update(found)
+                elif not reach:
+                    reach = found
+                elif not found <= reach:
+                    reach = reach | found
+                    if len(reach) > _FEW:
+                        many = set(reach)
+            for next, number in edges:
+                found = known.get(next)
+                if found is None:
+                    kind = next.__class__
+                    if kind is RecvNode:
+                        found = frozenset((next.members[number],))
+                    else:
+                        if kind is AccumulateGrad:
                             self.leaves.append(next)
                             found = NOTHING
                         else:
-                            if not marks:
-                                break
                             number = next._sequence_nr()
-                            if (number >> _SHORT) * HASH & BITS >= _PICKED and (
-                                number >> _LONG
-                            ) * HASH & BITS >= _PICKED:
-                                break
-                            found = next.metadata.get(_REACH)
+                            if marks and (
+                                (number >> _SHORT) * HASH & BITS < _PICKED or (number >> _LONG) * HASH & BITS < _PICKED
+                            ):
+                                found = next.metadata.get(_REACH)
                             if found is None:
+                                path.append((node, edges, reach, many))
+                                node, edges, reach, many = next, iter(next.next_functions), NOTHING, None
+                                if not number:
+                                    node._set_sequence_nr(1)
+                                found = NOTHING
                                 break
                             self.is_complete = False
                         known[next] = found
-                    if found is not reach:
-                        reach = self._union(reach, found) if reach else found
-                else:
-                    known[node] = reach
-                    if node.__class__ is CheckpointNode:
-                        self.checkpoints.append(node)
-                    if not path:
-                        return reach
-                    node = path.pop()
-                    nexts = edges.pop()
-                    continue
-                break
-            path.append(node)
-            edges.append(nexts)
-            node = next
+                if found is not reach:
+                    if many is not None:
+                        many.update(found)
+                    elif not reach:
+                        reach = found
+                    elif not found <= reach:
+                        reach = reach | found
+                        if len(reach) > _FEW:
+                            many = set(reach)
+            else:
+                if many is not None:
+                    reach = self._grouped(frozenset(many))
+                known[node] = reach
+                if node.__class__ is CheckpointNode:
+                    self.checkpoints.append(node)
+                if not path:
+                    return reach
+                found = reach
+                node, edges, reach, many = path.pop()
 
     def _union(self, a: Reach, b: Reach) -> Reach:
-        if b <= a:
-            return a
-        if a <= b:
-            return b
-        both = a | b
-        return both if len(both) <= _FEW else frozenset((self.new_group(both),))
+        both = a if b <= a else a | b
+        return both if len(both) <= _FEW else self._grouped(both)
+
+    def _grouped(self, members: Reach) -> Reach:
+        return frozenset((self.new_group(members),))
 
 
 def leads_to(start: Node, targets: set[tuple[Node, int]], known: dict[Node, bool]) -> bool:
@@ -194,11 +209,20 @@ def leads_to(start: Node, targets: set[tuple[Node, int]], known: dict[Node, bool
 
 def find_received(starts: Iterable[Edge], id: int) -> Node | None:
     """Returns the Recv of a tensor, among all that the edges lead to. For an error's text: it looks at everything."""
-    graph = Graph(lambda members: -1)
-    graph.walk(starts)
-    found = next((node for node in graph.known if type(node) is RecvNode and node.id == id), None)  # type: ignore[attr-defined]
-    graph.clear()
-    return found
+    waiting: list[Node] = [node for node, _ in starts if node is not None]
+    seen = {None, *waiting}
+    while waiting:
+        node = waiting.pop()
+        if node.__class__ is RecvNode and id in node.ids:
+            break
+        new = {next for next, _ in node.next_functions} - seen
+        seen |= new
+        waiting += new
+    else:
+        node = None
+    if len(seen) > deep.DEEP:
+        deep.brace(seen)
+    return node
 
 
 def find_any_received(starts: Iterable[Edge], most: int) -> tuple[Node | None, bool]:

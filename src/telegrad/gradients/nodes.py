@@ -6,8 +6,8 @@
     Wait    in front of the Sends (and leaves) of a message, for one pass: its backward waits for the gradients
     Beacon  stands by itself and runs first: it tells which pass an engine call belongs to
 
-Each tensor has its own Send and Recv: what leads to a tensor that was not used must not run, though another tensor of
-the same message was used.
+What leads to a tensor that was not used must not run, though another tensor of the same message was used. So each
+tensor has a node of its own: a Send or a Recv, or a copy of torch's in place of the one or in front of the other.
 
 The nodes hold numbers only, never the pass or the context. torch holds them where the garbage collector cannot look,
 so a cycle through them would live for ever. `running` asks the engine which pass a backward belongs to.
@@ -156,22 +156,23 @@ class Send(torch.autograd.Function):
 
 class Recv(torch.autograd.Function):
     # Note [the anchor of a Recv]
-    # Its output requires grad only if an input does, so there is one: a leaf of its own. With it torch can also be
-    # told to run this Recv and not that one (autograd.grad(inputs=[anchor, ...])). The tensor itself is no input but
-    # comes in a tuple: an input that is returned as it is would be a view, and refuse in-place changes.
+    # Its outputs require grad only if an input does, so there is one: a leaf of its own. With it torch can also be
+    # told to run this Recv and not that one (autograd.grad(inputs=[anchor, ...])). The tensors themselves are no inputs
+    # but come in a tuple: an input that is returned as it is would be a view, and refuse in-place changes.
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, id: int, message: int, place: int, context: int, tensors: Any) -> Any:
-        ctx.id = id
-        ctx.reach = frozenset((id,))  # what a walk finds here; outside of contexts its Past
+    def forward(
+        ctx: Any, anchor: torch.Tensor, ids: Any, message: int, places: Any, count: int, context: int, tensors: Any
+    ) -> Any:
+        ctx.ids = ctx.members = ids  # of its tensors; and what a walk finds at each: outside of contexts their Pasts
         ctx.message = message
-        ctx.place = place  # among the tensors of the message that require grad
-        ctx.count = len(tensors)  # of these
+        ctx.places = places  # of its tensors among those of the message that require grad
+        ctx.count = count  # of these
         ctx.context = context
         ctx.materialize_grads = False
-        return tensors[place]
+        return tensors
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> Any:
         call = _running.get(current_graph_task_id()) or running()
         if call is None:
             raise GradientError(
@@ -183,24 +184,25 @@ class Recv(torch.autograd.Function):
                 "cannot go on there: it was begun by C++ code, or on a worker with Options(plain=False), or that has "
                 "shut down. Begin it with loss.backward() or torch.autograd.grad(), or detach() what was received"
             )
-        call.post(ctx, gradient)
-        return None, None, None, None, None, None
+        call.post(ctx, gradients)
+        return None, None, None, None, None, None, None
 
 
 class Wait(torch.autograd.Function):
     # Note [why a Wait has sequence number 0]
     # Of the nodes that are ready the engine takes the one with the highest number first. So a Wait, with the lowest,
     # blocks only when there is nothing else to do. No other node of the pass may have 0: the walk sees to it.
-    # Its inputs are leaves, tokens of Sends, and the Wait before it: `leaves` has the ids of the first ones. `kept` has
-    # those of leaves that are no inputs: see Note [past the node of a leaf] in waits.py.
+    # Its inputs are leaves and copies, tokens of Sends, and the Wait before it: `given` has the ids of the first ones,
+    # which get their gradients from it. `kept` has those of leaves that are no inputs: see Note [past the node of a
+    # leaf] in waits.py.
     @staticmethod
     def forward(
-        ctx: Any, messages: list[int], leaves: list[int], kept: list[int], *inputs: torch.Tensor
+        ctx: Any, messages: list[int], given: list[int], kept: list[int], *inputs: torch.Tensor
     ) -> torch.Tensor:
         ctx.messages = messages
-        ctx.leaves = leaves
+        ctx.given = given
         ctx.kept = kept
-        ctx.rest = len(inputs) - len(leaves)
+        ctx.rest = len(inputs) - len(given)
         return _TOKEN.clone()
 
     @staticmethod
@@ -208,7 +210,7 @@ class Wait(torch.autograd.Function):
         call = _await(ctx.messages, None)
         if ctx.kept:
             call.keep(ctx.kept)
-        return None, None, None, *map(call.take, ctx.leaves), *(gradient,) * ctx.rest
+        return None, None, None, *map(call.take, ctx.given), *(gradient,) * ctx.rest
 
 
 def _await(messages: list[int], limit: float | None) -> EngineCall:
@@ -286,6 +288,52 @@ def drop_leftovers() -> None:
         run_backward((_LAST,), (_TOKEN,), True, False, (), True, True)
 
 
+# Note [copies]
+# A Send is Python code, when it is made and when it runs, and so is a Recv. Where a message has several small tensors,
+# copies take the place of their Sends: a copy's node leads to where its tensor came from, as a Send does, whatever is
+# done to the tensor later, and a Wait gives it its gradient. At the receiver these tensors have one Recv together, and
+# what users get are copies of what it gives: a hook of one must not run where only another one was used. (So they are
+# not copied by one _foreach operation, which has one node.)
+_MOST_COPIED = 4096  # bytes of a tensor
+_LEAST_COPIED = 4  # tensors; for fewer it does not pay
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Makes what takes the place of Sends for the small ones among the tensors of a message, by their places."""
+    places = _small_ones(tensors)
+    if not places or torch.is_inference_mode_enabled():
+        return {}
+    places = [place for place in places if tensors[place].grad_fn is not None]
+    if len(places) < _LEAST_COPIED:
+        return {}
+    if torch.is_grad_enabled():
+        copies = {place: tensors[place].clone() for place in places}
+    else:
+        with torch.enable_grad():
+            copies = {place: tensors[place].clone() for place in places}
+    first: Any = copies[places[0]].grad_fn
+    if first._sequence_nr() == 0:
+        first._set_sequence_nr(1)  # see Note [why a Wait has sequence number 0]
+    return copies
+
+
+def _small_ones(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Returns the places of the tensors that can be copied together; none, where that would not pay."""
+    if len(tensors) < _LEAST_COPIED:
+        return []
+    places = [
+        place
+        for place, tensor in enumerate(tensors)
+        if type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.nbytes <= _MOST_COPIED
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    ]
+    return places if len(places) >= _LEAST_COPIED else []
+
+
 def make_send(id: int, tensor: torch.Tensor) -> torch.Tensor:
     """Makes a Send; returns its token."""
     if torch.is_grad_enabled() and type(tensor) is torch.Tensor:
@@ -320,30 +368,45 @@ def make_recvs(
     context: int,
     tensors: Sequence[torch.Tensor],
     came_from: dict[str, str] | None = None,
-) -> list[torch.Tensor]:
-    """Returns the tensors of a message, each with a Recv as its history. `came_from` has the sender's devices by those
-    of this worker, where a device map said where the tensors were to arrive."""
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Returns the tensors of a message, each with a Recv behind it; and the Recvs. `came_from` has the sender's devices
+    by those of this worker, where a device map said where the tensors were to arrive."""
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return make_recvs(message, sent, context, tensors, came_from)
-    received = []
-    for place, entry in enumerate(sent):
-        tensor = _apply_recv(
-            torch.empty(0, device="cpu", requires_grad=True), entry.id, message, place, context, tensors
+    received, recvs, count = list(tensors), [], len(tensors)
+    parts: list[Sequence[int]] = [(place,) for place in range(count)]
+    if together := _small_ones(tensors):
+        small = set(together)
+        parts = [together, *(part for part in parts if part[0] not in small)]
+    for places in parts:
+        found = _apply_recv(
+            torch.empty(0, device="cpu", requires_grad=True),
+            tuple([sent[place].id for place in places]),
+            message,
+            places,
+            count,
+            context,
+            tuple([tensors[place] for place in places]),
         )
-        tensor.grad_fn._set_sequence_nr(_SOON)
+        recv = found[0].grad_fn
+        recv._set_sequence_nr(_SOON)
         if came_from is not None:
-            tensor.grad_fn.came_from = came_from
-        received.append(tensor)
-    return received
+            recv.came_from = came_from
+        recvs.append(recv)
+        if places is together:
+            found = [tensor.clone() for tensor in found]
+        for place, tensor in zip(places, found, strict=True):
+            received[place] = tensor
+    return received, recvs
 
 
 def make_wait(
-    messages: list[int], leaves: list[int], inputs: list[torch.Tensor], kept: list[int] = _NONE
+    messages: list[int], given: list[int], inputs: list[torch.Tensor], kept: list[int] = _NONE
 ) -> torch.Tensor:
     """Makes a Wait; returns its token. The engine comes to it when there is nothing else to do.
     The caller has enabled grad mode, and disabled __torch_function__ of subclasses."""
-    token: torch.Tensor = _apply_wait(messages, leaves, kept, *(inputs or (_LAST,)))
+    token: torch.Tensor = _apply_wait(messages, given, kept, *(inputs or (_LAST,)))
     token.grad_fn._set_sequence_nr(0)  # type: ignore[union-attr]
     return token
 
@@ -365,5 +428,5 @@ with torch.inference_mode(False):
     AccumulateGrad: type = type(
         torch.autograd.graph.get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node
     )
-RecvNode: type = Recv._backward_cls
+RecvNode: Any = Recv._backward_cls
 CheckpointNode: type = CheckpointFunction._backward_cls

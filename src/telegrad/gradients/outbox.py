@@ -60,21 +60,10 @@ class Poster:
         self._set_timer = host.later(_LINGER, self._post_held)
         self._timer_is_set = False
 
-    def add(
-        self,
-        local: LocalPass,
-        worker: int,
-        message: int,
-        gradients: list[Gradient],
-        *,
-        at_once: bool,
-        is_last: bool,
-        events: Sequence[devices.Event] = (),
-    ) -> None:
-        """Sends the gradients of a message, now or with others; `is_last`: with the report of the part, which is all
-        but done. Inside of the engine, on the thread and the stream that have computed the last of them; the others
-        are ready behind the events."""
-        nbytes, is_plain = 0, not at_once
+    def weigh(self, worker: int, gradients: Sequence[Gradient]) -> tuple[int, bool]:
+        """Says how many bytes it takes to send gradients to a worker, what goes by device memory left out; and whether
+        they go at once, in a message of their own."""
+        nbytes, at_once = 0, False
         for gradient in gradients:
             if gradient is not None:
                 if gradient.layout is not torch.strided:
@@ -82,15 +71,32 @@ class Poster:
                 elif gradient.is_cpu:
                     nbytes += gradient.nbytes
                 else:
-                    is_plain = False
+                    at_once = True
                     if not self._host.goes_by_lane(worker, gradient):
                         nbytes += gradient.nbytes
+        return nbytes, at_once
+
+    def add(
+        self,
+        local: LocalPass,
+        worker: int,
+        message: int,
+        gradients: Sequence[Gradient],
+        *,
+        nbytes: int,
+        at_once: bool,
+        is_last: bool,
+        events: Sequence[devices.Event] = (),
+    ) -> None:
+        """Sends the gradients of a message, now or with others; `is_last`: with the report of the part, which is all
+        but done. Inside of the engine, on the thread and the stream that have computed the last of them; the others
+        are ready behind the events."""
         with local.lock:
             outbox = local.outboxes.get(worker)
             if outbox is None:
                 outbox = local.outboxes[worker] = Outbox(worker)
             now = clock.now()
-            fits = is_plain and outbox.nbytes + nbytes < SHARED_MEMORY_FROM
+            fits = not at_once and outbox.nbytes + nbytes < SHARED_MEMORY_FROM
             if fits and (is_last or now - outbox.emptied < _BURST):
                 outbox.messages.append(message)
                 for gradient in gradients:
@@ -127,7 +133,7 @@ class Poster:
         local: LocalPass,
         worker: int,
         messages: list[int],
-        gradients: list[Gradient],
+        gradients: Sequence[Gradient],
         begins: Begin | None,
         done: bool,
         events: Sequence[devices.Event],

@@ -61,8 +61,8 @@ def untracked() -> Iterator[None]:
 class _Ref(weakref.ref[Node]):
     """A Recv, weakly."""
 
-    __slots__ = ("id",)
-    id: int
+    __slots__ = ("ids",)
+    ids: tuple[int, ...]
 
 
 class _Received(dict[int, Any]):
@@ -184,19 +184,21 @@ class Plain(Context):
 
     # -- tensors that were received --------------------------------------------------------------------
 
-    def keep_track(self, id: int, past: Past, node: Node) -> None:
-        """Notes that a tensor was received, and notices the death of its Recv."""
-        ref = past.recv = _Ref(node, self._on_death)
-        ref.id = id
-        self.received[id] = ref
+    def keep_track(self, recv: Node) -> None:
+        """Notes that tensors were received, and notices the death of their Recv."""
+        ref = _Ref(recv, self._on_death)
+        ref.ids = recv.ids
+        for past in recv.members:
+            past.recv = self.received[past.id] = ref
 
     def recvs(self) -> list[Node]:
         """Returns all Recvs that live."""
-        return [node for ref in list(self.received.values()) if (node := ref()) is not None]
+        refs = {id(ref): ref for ref in list(self.received.values())}  # not a set: that of a dead one has no hash
+        return [node for ref in refs.values() if (node := ref()) is not None]
 
     @finaliser
     def _on_death(self, ref: _Ref) -> None:
-        self.note(ref.id)
+        self.note(*ref.ids)
 
     def note(self, *ids: int) -> None:
         """Notes that Recvs have died. From finalisers: on any thread, under any lock."""

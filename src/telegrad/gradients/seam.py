@@ -142,7 +142,7 @@ def _requires_grad(root: Any) -> bool:
 def _engine_of(recv: Node) -> Engine:
     """Returns the engine of the worker that has received a tensor."""
     for engine in _engines:
-        if engine.plain.received.get(recv.id) is recv:
+        if engine.plain.received.get(recv.ids[0]) is recv:
             return engine
     if not recv.context:
         raise GradientError(

@@ -117,28 +117,31 @@ def take(
     sends: list[Sent] = []
     part = Part(worker_id)
     starts: list[TorchEdge] = []
+    recvs: list[Any] = []
     if context is not None:
         sends += list(context.sends.values())
-        starts += [(node, 0) for node in list(context.received.values())]
+        recvs = list(context.received.values())
         part.known_workers = tuple(context.known_workers)
     sends += [sent for id in also for other in others if (sent := other.sends.get(id)) is not None]
     starts += [sent.edge for sent in sends if not sent.is_leaf]
-    starts += [(root.grad_fn, 0) for root in roots if root.grad_fn is not None]
+    starts += [(root.grad_fn, root.output_nr) for root in roots if root.grad_fn is not None]
     graph = Graph(lambda members: -1)  # a walk of its own: the context's is left alone
     try:
         graph.walk(starts)
-        _add_nodes(part, graph, sends, roots)
+        _add_nodes(part, graph, sends, recvs, roots)
     finally:
         starts.clear()
+        recvs.clear()
         graph.clear()
     return part
 
 
-def _add_nodes(part: Part, graph: Graph, sends: list[Sent], roots: Sequence[torch.Tensor]) -> None:
+def _add_nodes(part: Part, graph: Graph, sends: list[Sent], recvs: list[Any], roots: Sequence[torch.Tensor]) -> None:
     worker_id = part.worker_id
-    # By the ids of Python's objects, which are kept alive meanwhile: nodes by the walk, leaves by the list.
+    # By the ids of Python's objects, which are kept alive meanwhile: nodes by the walk, leaves and Recvs by the lists.
     places: dict[int, int] = {}
     leaves: list[torch.Tensor] = []
+    received: dict[int, int] = {}  # by the id of the tensor
 
     def place_of(leaf: torch.Tensor) -> int:
         place = places.get(id(leaf))
@@ -148,38 +151,52 @@ def _add_nodes(part: Part, graph: Graph, sends: list[Sent], roots: Sequence[torc
             leaves.append(leaf)
         return place
 
+    def place_behind(node: Any, number: int) -> int:
+        if type(node) is not RecvNode:
+            return places[id(node)]
+        if (place := received.get(node.ids[number])) is None:
+            ends: dict[str, Any] = {
+                "id": node.ids[number],
+                "message": node.message,
+                "place": node.places[number],
+                "count": node.count,
+            }
+            about = _given_by(node, number) | {"peer_id": sender_of(node.message), "context": node.context}
+            place = received[node.ids[number]] = part.add(Recv(worker_id=worker_id, name="Recv", **ends, **about))
+        return place
+
+    for recv in {id(recv): recv for recv in recvs}.values():
+        for number in range(len(recv.ids)):
+            place_behind(recv, number)
     for node in graph.known:  # what a node leads to comes before it
         kind = type(node)
         if kind is AccumulateGrad:
             places[id(node)] = place_of(node.variable)
-        elif kind is RecvNode:
-            sender = sender_of(node.message)
-            about = _end(node, sender) | _given_by(node)
-            places[id(node)] = part.add(Recv(worker_id=worker_id, name="Recv", context=node.context, **about))
         elif node is not None:
             name = node.name().rpartition("::")[2]
-            places[id(node)] = part.add(Operation(worker_id=worker_id, name=name, **_given_by(node)))
-            nexts = [next for next, _ in node.next_functions if next is not None]
-            part.edges += [Edge(places[id(next)], places[id(node)]) for next in nexts]
+            nexts = [place_behind(*edge) for edge in node.next_functions if edge[0] is not None]
+            place = places[id(node)] = part.add(Operation(worker_id=worker_id, name=name, **_given_by(node)))
+            part.edges += [Edge(next, place) for next in nexts]
     for sent in sends:
-        tail = place_of(sent.stand_in) if sent.is_leaf else places[id(sent.edge[0])]
-        about = _end(sent, sent.to) | _described(sent)
-        part.edges.append(Edge(tail, part.add(Send(worker_id=worker_id, name="Send", **about))))
+        tail = place_of(sent.stand_in) if sent.is_leaf else place_behind(*sent.edge)
+        about: dict[str, Any] = {
+            "id": sent.id,
+            "message": sent.message,
+            "place": sent.place,
+            "count": sent.count,
+            "peer_id": sent.to,
+        }
+        part.edges.append(Edge(tail, part.add(Send(worker_id=worker_id, name="Send", **about, **_described(sent)))))
     for number, root in enumerate(roots):
-        tail = place_of(root) if root.grad_fn is None else places[id(root.grad_fn)]
+        tail = place_of(root) if root.grad_fn is None else place_behind(root.grad_fn, root.output_nr)
         added = part.add(Root(worker_id=worker_id, name=f"root {number}", **_described(root)))
         part.edges.append(Edge(tail, added))
 
 
-def _end(end: Any, peer_id: int) -> dict[str, Any]:
-    """Describes the end of a tensor that was sent: a Sent, or the node of a Recv."""
-    return {"id": end.id, "message": end.message, "place": end.place, "count": end.count, "peer_id": peer_id}
-
-
-def _given_by(node: Any) -> dict[str, Any]:
-    """Describes the first tensor that a node gives, as far as torch says it."""
+def _given_by(node: Any, number: int = 0) -> dict[str, Any]:
+    """Describes a tensor that a node gives, as far as torch says it."""
     metadata = getattr(node, "_input_metadata", ())
-    return _described(metadata[0]) if metadata else {}
+    return _described(metadata[number]) if metadata else {}
 
 
 def _described(tensor: Any) -> dict[str, Any]:

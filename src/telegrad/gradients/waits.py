@@ -13,7 +13,7 @@ or of its node, or DistributedDataParallel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -52,9 +52,12 @@ def make_waits(
     if messages:
         token = _make_wait(messages, ids, past, inputs, leaves, has_devices)
     for message in wait_order(inner) if inner else ():
-        ids, past, inputs, tokens = [], [], [], []
+        ids, past, inputs, tokens, copied, copies = [], [], [], [], [], []
         for sent in waits[message]:
-            if sent.id in kept:
+            if sent.is_copied:
+                copied.append(sent.id)
+                copies.append(sent.stand_in)
+            elif sent.id in kept:
                 past.append(sent.id)
             elif sent.is_leaf:
                 ids.append(sent.id)
@@ -63,7 +66,7 @@ def make_waits(
                 tokens.append(sent.stand_in)
         if token is not None:
             tokens.append(token)
-        token = _make_wait([message], ids, past, inputs + tokens, leaves, has_devices)
+        token = _make_wait([message], ids, past, inputs + copies + tokens, leaves, has_devices, copied)
     assert token is not None
     return token
 
@@ -88,8 +91,10 @@ def _make_wait(
     inputs: list[torch.Tensor],
     leaves: dict[Node, None],
     has_devices: bool,
+    copied: Sequence[int] = (),
 ) -> torch.Tensor:
-    token = nodes.make_wait(messages, ids, inputs, past)
+    """Makes a Wait. Its inputs are the leaves with these ids, then the copies, then the rest."""
+    token = nodes.make_wait(messages, [*ids, *copied] if copied else ids, inputs, past)
     if ids:
         for node, _ in token.grad_fn.next_functions[: len(ids)]:  # type: ignore[union-attr]
             if node is not None:
