@@ -397,6 +397,14 @@ def test_the_arguments_of_to() -> None:
     assert _torch.parse_to(torch.float16) == (None, torch.float16, False, None)
 
 
+@fact_of("set_grad_enabled")
+def test_grad_mode_is_set() -> None:
+    _torch.set_grad_enabled(False)
+    assert not torch.is_grad_enabled()
+    _torch.set_grad_enabled(True)
+    assert torch.is_grad_enabled()
+
+
 @fact_of("foreach_add")
 def test_tensors_are_added_to_together() -> None:
     sums, terms = [torch.ones(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]

@@ -29,6 +29,7 @@ run_backward = Variable._execution_engine.run_backward
 current_graph_task_id = _C._current_graph_task_id
 will_engine_execute = _C._will_engine_execute_node
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"  # the module's name: it is not imported for us
+set_grad_enabled = _C._set_grad_enabled  # the class of that name is Python code
 stash_in_tls = _C._stash_obj_in_tls
 is_in_tls = _C._is_key_in_tls
 bind_apply = _C._FunctionBase.__dict__["apply"].__get__

@@ -12,15 +12,15 @@ them all leaves of their engine call: the engine captures for an engine call as 
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from sys import getrefcount
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
-from .._torch import run_backward
+from .._torch import run_backward, set_grad_enabled
 from .averaged import averaged
 from .leaves import GradientTable, Leaf, own
 from .node_hooks import have_no_hooks
@@ -47,16 +47,19 @@ class Captured:
 
     def add_to(self, table: GradientTable, gradients: Sequence[torch.Tensor | None]) -> None:
         """Adds what the engine has returned, which may be more than these leaves' gradients: they come first."""
-        free = _free_references()
-        held = [counts != free for counts in _references(gradients)]  # first: to name a gradient is to hold it
-        memories = [_memory_of(gradient) for gradient in gradients]
-        shared: Any = ()
-        if len(set(memories)) < len(memories):
-            shared = {memory for memory, count in Counter(memories).items() if count > 1}
-        with torch.no_grad():
-            for leaf, gradient, is_held, memory in zip(self._leaves, gradients, held, memories, strict=False):
+        leaves, free = self._leaves, _free_references()
+        held = [counts != free for counts in _references(gradients, len(leaves))]  # first: to name one is to hold it
+        memories = [_memory_of(gradient) for gradient in islice(gradients, len(leaves))]
+        seen: set[int] = set()
+        shared = {memory for memory in memories if memory in seen or seen.add(memory)}  # type: ignore[func-returns-value]
+        before = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
+            for leaf, gradient, is_held, memory in zip(leaves, gradients, held, memories, strict=False):
                 if gradient is not None and leaf.requires_grad:  # it may have been frozen since its forward
                     table.add(leaf, own(gradient, leaf, not (is_held or (memory and memory in shared))))
+        finally:
+            set_grad_enabled(before)
 
 
 def edges_to(nodes: Iterable[Any]) -> list[GradientEdge]:
@@ -71,18 +74,21 @@ def edges_to(nodes: Iterable[Any]) -> list[GradientEdge]:
 # held by the other, and copies it. Here each may be held once. So those that share their memory are copied.
 
 
-def _references(gradients: Sequence[torch.Tensor | None]) -> list[tuple[int, int] | None]:
-    """Counts how often each of what the engine has returned is held, in torch and in Python."""
+def _references(gradients: Sequence[torch.Tensor | None], count: int) -> list[tuple[int, int] | None]:
+    """Counts how often each of the first of what the engine has returned is held, in torch and in Python."""
     return [
         None if gradient is None else (gradient._use_count(), getrefcount(gradient))  # type: ignore[attr-defined]
-        for gradient in gradients
+        for gradient in islice(gradients, count)
     ]
 
 
 def _memory_of(gradient: torch.Tensor | None) -> int:
-    """Returns the address of a gradient's memory; 0 for one that has none, or none of its own."""
+    """Returns what is the same for gradients in one memory, of which none holds another; 0 for one that has no memory
+    of its own."""
     if gradient is None or gradient.layout is not torch.strided:
         return 0
+    if type(gradient) is torch.Tensor and not gradient._is_view():
+        return gradient.data_ptr()
     return gradient.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
@@ -96,7 +102,7 @@ def _free_references() -> tuple[int, int] | None:
         if keep:
             node.register_hook(lambda inputs, outputs: kept.append(inputs))
         edges = edges_to([next for next, _ in node.next_functions if next is not None])
-        return _references(run_backward((loss,), (one.new_ones(1),), False, False, tuple(edges), True, False))[0]
+        return _references(run_backward((loss,), (one.new_ones(1),), False, False, tuple(edges), True, False), 1)[0]
 
     one = torch.ones((), device="cpu")
     with torch.enable_grad(), torch.inference_mode(False):

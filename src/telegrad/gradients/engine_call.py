@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +27,7 @@ from .local_graph import Graph, Node
 from .local_pass import LocalPass
 from .outbox import Gradient, Poster
 from .pasts import Member
+from .torch_modes import use_up_warning
 from .waits import is_unseen, make_waits
 
 _DEVICE_POLL, _RARE_DEVICE_POLL = 1e-3, 20e-3  # seconds
@@ -180,7 +179,7 @@ class EngineCall:
             checkpoints += whole.checkpoints
             whole.clear()
         if self._begin.create_graph:
-            _use_up_warning()
+            use_up_warning()
         if not leaves and not checkpoints and not self._kept:
             self._run_engine(starts, gradients, (), accumulate=True)
             return
@@ -441,14 +440,3 @@ class EngineCall:
         self._poster.add(
             local, worker, message, gradients, nbytes=nbytes, at_once=at_once, is_last=is_last, events=events
         )
-
-
-@functools.cache
-def _use_up_warning() -> None:
-    """Has torch give its warning, once in a process, that backward() with create_graph makes a cycle through `.grad`.
-    Here it makes none: the gradient never gets there."""
-    with warnings.catch_warnings(), torch.enable_grad():
-        warnings.simplefilter("ignore")
-        leaf = torch.zeros((), device="cpu", requires_grad=True)
-        (leaf * 1).backward(create_graph=True)
-        leaf.grad = None

@@ -107,8 +107,8 @@ class Graph(msgspec.Struct, eq=False):
         self.known[None] = NOTHING
 
     def _visit(self, node: Node, number: int) -> Reach:
-        """Finds what an edge leads to, and all nodes behind it. A Recv is not among the known nodes: it may give several
-        tensors."""
+        """Finds what an edge leads to, and all nodes behind it. A Recv is not among the known nodes: it may give
+        several tensors."""
         kind = node.__class__
         if kind is RecvNode:
             return frozenset((node.members[number],))

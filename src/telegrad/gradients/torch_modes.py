@@ -6,6 +6,8 @@ behind on a thread of telegrad: which function runs there next is a matter of ti
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -105,3 +107,14 @@ def _autocast(modes: Modes) -> Iterator[None]:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, last_dtype)
         torch.set_autocast_cache_enabled(cache)
+
+
+@functools.cache
+def use_up_warning() -> None:
+    """Has torch give its warning, once in a process, that backward() with create_graph makes a cycle through `.grad`.
+    Here it makes none: the gradient never gets there."""
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+        (leaf * 1).backward(create_graph=True)
+        leaf.grad = None
