@@ -215,6 +215,8 @@ class Worker:
                 call.reading = connection.lease.try_take()
             nbytes = connection.write(packed, timeout, None if call is None else call.stop_reading)
         except BaseException as error:
+            if call is not None:
+                call.stop_reading()  # what follows may run users' code
             written = nbytes >= 0 or isinstance(error, HandedOverError)
             if not written:
                 self.attach.not_written(envelope, connection.peer.id)
@@ -230,8 +232,12 @@ class Worker:
         if lane is not None:
             lane.after_write(envelope.placed, envelope.lane, written=True)
         if context is not None and envelope.autograd and not self.attach.written(envelope, connection):
+            if call is not None:
+                call.stop_reading()  # the next line may wait
             self.engine.tell_released(connection.peer.id, context.id)
         if self.events.subscribers:
+            if call is not None:
+                call.stop_reading()
             report(self.events, "send", "complete", envelope, connection, nbytes)
 
     def receive(self, message: Incoming, here: PendingCall | None = None) -> None:
