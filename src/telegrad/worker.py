@@ -114,14 +114,15 @@ class Worker:
         connected to, and refuses calls.
 
         Raises:
+            TypeError: `options` is no Options object.
             ValueError: the name is empty, too long, or cannot be printed.
             NameTakenError: a live worker has the name.
             RendezvousError: the store does not answer.
             AddressError: it cannot listen.
         """
-        options = options or Options()
         worker: Worker | None = None
         try:
+            options = Options.of(options)
             check_name(name)
             install(group)
             with critical():
