@@ -30,7 +30,6 @@ from . import devices
 from .host import Host
 
 if TYPE_CHECKING:
-    from .contexts import Context
     from .local_pass import LocalPass
 
 _BURST = 2e-4  # seconds; gradients for one worker that follow each other more closely go together
@@ -147,26 +146,13 @@ class Poster:
         envelope = Envelope(Kind.GRADIENTS, host.new_message_id(), messages[0], depth=local.depth, autograd=autograd)
         if local.device_maps:
             envelope.device_map = local.device_maps.get(messages[0])
-        body = Gradients(tuple(gradients))
-        self._post_in_time(local, worker, envelope, body, context if begin.create_graph else None)
-
-    def _post_in_time(
-        self, local: LocalPass, worker: int, envelope: Envelope, body: Gradients | Begin, context: Context | None
-    ) -> None:
-        """Posts a message of a pass, in the time in which the worker would have to move.
-
-        Raises:
-            TimeoutError: it has not taken the message by then.
-        """
-        until = local.wait_until()
-        left = None if until is None else max(0.0, until - clock.now())
         try:
-            self._host.post(worker, envelope, body, left, context)
+            limit = local.patience if left is None else left
+            body = Gradients(tuple(gradients))
+            host.post(worker, envelope, body, limit, context if begin.create_graph else None)
         except TimeoutError as error:
-            if local.patience is None or getattr(error, "interrupt", None) is not None:
-                raise
-            text = f"nothing has moved in the backward pass (Options.backward_timeout): {error}"
-            raise CallTimeoutError(text) from error
+            _check_patience(local, error)
+            raise
 
     def _submit(self, local: LocalPass, post: Callable[[], object]) -> None:
         def try_to_post() -> None:
@@ -194,7 +180,12 @@ class Poster:
         if begin is not None:
             left = None if local.deadline is None else max(0.0, local.deadline - clock.now())
             envelope = Envelope(Kind.BEGIN, self._host.new_message_id(), begin.pass_id, left, local.depth)
-            self._post_in_time(local, outbox.worker, envelope, replace(begin, timeout=left), None)
+            try:
+                limit = local.patience if left is None else left
+                self._host.post(outbox.worker, envelope, replace(begin, timeout=left), limit, None)
+            except TimeoutError as error:
+                _check_patience(local, error)
+                raise
 
     def _post_held(self) -> None:
         """Sends the gradients that have waited for long enough, while their engine computes."""
@@ -203,3 +194,13 @@ class Poster:
             for outbox in list(local.outboxes.values()):
                 if outbox.messages and not local.interrupted:
                     self._submit(local, partial(self.post, local, outbox))
+
+
+def _check_patience(local: LocalPass, error: TimeoutError) -> None:
+    """Says it where a worker has not taken a message in the time in which it would have to move.
+
+    Raises:
+        CallTimeoutError: it has not.
+    """
+    if local.patience is not None and getattr(error, "interrupt", None) is None:
+        raise CallTimeoutError(f"nothing has moved in the backward pass (Options.backward_timeout): {error}") from error
