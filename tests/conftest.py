@@ -37,6 +37,7 @@ faulthandler.enable()
 torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 gc.collect()
 lease_check.install()
+lease_check.read_notes()
 gc.freeze()  # what torch brought along is not looked at again: the leak check collects after every test
 
 
@@ -146,10 +147,9 @@ def reading_is_checked(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def readers_neither_block_nor_run_users_code() -> Iterator[None]:
-    lease_check.broken.clear()
+    lease_check.take_broken()
     yield
-    found = lease_check.broken[:]
-    lease_check.broken.clear()
+    found = lease_check.take_broken()
     assert not found, "\n".join(found)
     assert not lease_check.is_reading()
 

@@ -1,20 +1,24 @@
 """Checks that a thread which holds the read lease, and reads, neither blocks nor runs users' code.
 
 `install()` instruments telegrad's modules from outside: taking and leaving the lease; every lock that telegrad makes;
-what blocks (`blocking`, `Waiter.sleep`); what runs users' code (`interruptible`, decoding, torch's engine); and the
-log, whose handlers are users' code, too. A thread that reads may only take the locks in SHORT, which are held for a
-moment everywhere, and those that it does not wait for. Anything else raises `WhileReadingError`, and is noted in
-`broken`.
+what blocks (`blocking`, `Waiter.sleep`); what runs users' code (`interruptible`, decoding, torch's engine, subscribers
+of events); and the log, whose handlers are users' code, too. A thread that reads may only take the locks in SHORT,
+which are held for a moment everywhere, and those that it does not wait for. Anything else raises `WhileReadingError`,
+and is noted in `broken`; in a worker of another process, which may survive it, in a file that the tests read.
 
 A thread that has left its Turn with the lease may do anything: it can be relieved.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib
 import logging
+import os
 import pkgutil
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
@@ -22,6 +26,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import telegrad
+from telegrad import events
 from telegrad.gradients.local_pass import LocalPass
 from telegrad.primitives import interrupts, waiter
 from telegrad.serialization.codec import Codec
@@ -52,7 +57,11 @@ SHORT = {
     "transport.shared_memory": {"_lock"},
 }
 
-broken: list[str] = []  # what broke the rule, with the stack
+broken: list[str] = []  # what broke the rule in this process, with the stack
+
+_NOTES = "TELEGRAD_TESTS_NOTES"  # names the file for what breaks it in other processes
+_reader = 0  # the process that reads that file
+_read = 0  # bytes of it
 
 
 class WhileReadingError(AssertionError):
@@ -82,7 +91,37 @@ def refuse(what: str) -> None:
     if _mine.leases and not sys.is_finalizing():
         stack = "".join(traceback.format_stack(sys._getframe(1), limit=12))
         broken.append(f"{what}\n{stack}")
+        if os.getpid() != _reader and _NOTES in os.environ:
+            with contextlib.suppress(OSError), open(os.environ[_NOTES], "a", encoding="utf-8") as notes:
+                notes.write(f"process {os.getpid()} {broken[-1]}")
         raise WhileReadingError(f"{what}, while reading")
+
+
+def read_notes() -> None:
+    """Has processes that are started from now on note in a file what breaks the rule there; take_broken() reads it."""
+    global _reader
+    _reader = os.getpid()
+    fd, os.environ[_NOTES] = tempfile.mkstemp(prefix="lease-check-")
+    os.close(fd)
+    atexit.register(_remove_notes, os.environ[_NOTES], _reader)
+
+
+def _remove_notes(path: str, reader: int) -> None:
+    if os.getpid() == reader:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)
+
+
+def take_broken() -> list[str]:
+    """Returns what has broken the rule since this was called last, here and in other processes."""
+    global _read
+    found = broken[:]
+    broken.clear()
+    with open(os.environ[_NOTES], "rb") as notes:
+        notes.seek(_read)
+        told = notes.read()
+    _read += len(told)
+    return [*found, told.decode()] if told else found
 
 
 # -- locks --------------------------------------------------------------------------------------------------
@@ -280,6 +319,7 @@ def install() -> None:
             _wrap(module, "run_backward", _never("runs torch's engine"))
     for name in ("decode", "decode_exception"):
         _wrap(Codec, name, _never("decodes a body"))
+    _wrap(events.Events, "emit", _never("tells subscribers"))
     _wrap(waiter.Waiter, "sleep", _never("sleeps"))
     for name, wrapper in (
         ("try_take", _try_take), ("_on_event", _on_event), ("release", _release), ("_block", _block),

@@ -100,7 +100,9 @@ def init_rpc(
             )
         method = init_method
         if method is None:
-            method = getattr(rpc_backend_options, "init_method", None) or "env://"
+            method = getattr(rpc_backend_options, "init_method", None)
+        if method is None:
+            method = "env://"
         store, rank, world_size = open_store(method, rank, world_size, chosen.init_timeout)
         group = Group(store, world_size, chosen.init_timeout)
         worker = Worker.start(name, group, chosen, rank=rank)

@@ -114,14 +114,15 @@ class Worker:
         connected to, and refuses calls.
 
         Raises:
+            TypeError: `options` is no Options object.
             ValueError: the name is empty, too long, or cannot be printed.
             NameTakenError: a live worker has the name.
             RendezvousError: the store does not answer.
             AddressError: it cannot listen.
         """
-        options = options or Options()
         worker: Worker | None = None
         try:
+            options = Options.of(options)
             check_name(name)
             install(group)
             with critical():
@@ -215,6 +216,8 @@ class Worker:
                 call.reading = connection.lease.try_take()
             nbytes = connection.write(packed, timeout, None if call is None else call.stop_reading)
         except BaseException as error:
+            if call is not None:
+                call.stop_reading()  # what follows may run users' code
             written = nbytes >= 0 or isinstance(error, HandedOverError)
             if not written:
                 self.attach.not_written(envelope, connection.peer.id)
@@ -230,8 +233,12 @@ class Worker:
         if lane is not None:
             lane.after_write(envelope.placed, envelope.lane, written=True)
         if context is not None and envelope.autograd and not self.attach.written(envelope, connection):
+            if call is not None:
+                call.stop_reading()  # the next line may wait
             self.engine.tell_released(connection.peer.id, context.id)
         if self.events.subscribers:
+            if call is not None:
+                call.stop_reading()
             report(self.events, "send", "complete", envelope, connection, nbytes)
 
     def receive(self, message: Incoming, here: PendingCall | None = None) -> None:

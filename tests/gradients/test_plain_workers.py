@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,6 +29,10 @@ from telegrad.primitives.current import current_worker
 
 def ones() -> torch.Tensor:
     return torch.ones(3, requires_grad=True)
+
+
+def echo(value: object) -> object:
+    return value
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -179,6 +186,33 @@ def test_others_are_asked_before_the_time_limit_is_over(monkeypatch):
         assert again <= 0.75  # after a pause of a quarter, by the same deadline
         assert for_the_error <= 0.5
         monkeypatch.undo()
+
+
+def fill(to: str) -> None:
+    """Calls a worker that reads nothing, until the connection takes nothing more either."""
+    with pytest.raises(errors.CallTimeoutError):
+        while True:
+            rpc.rpc_async(to, echo, args=(b"x" * 2000,), timeout=0.3)
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_worker_that_takes_nothing_holds_no_pass_up(server, transport):
+    options = telegrad.Options(backward_timeout=1.0)
+    with telegrad.LocalCluster(["a"], transport=transport, server=server, options=options) as cluster:
+        loss = rpc.rpc_sync("a", torch.mul, args=(ones(), 2)).sum()
+        os.kill(cluster.pids["a"], signal.SIGSTOP)
+        try:
+            fill("a")
+            with ThreadPoolExecutor(1) as pool:
+                found = pool.submit(loss.backward)
+                try:
+                    with pytest.raises(errors.BackwardError, match="nothing has moved in the backward pass"):
+                        found.result(PATIENCE)
+                finally:
+                    os.kill(cluster.pids["a"], signal.SIGCONT)
+        finally:
+            os.kill(cluster.pids["a"], signal.SIGCONT)
+        rpc.rpc_sync("a", torch.mul, args=(ones(), 2)).sum().backward()
 
 
 def test_a_message_on_its_way_between_two_that_wait_is_progress(monkeypatch):

@@ -399,6 +399,12 @@ def test_files_of_each_kind(small, tmp_path: Path):
     check_html(page)
 
 
+def test_nothing_is_imported_from_the_current_directory(small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "pygraphviz.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    ElementTree.fromstring(small.svg())
+
+
 def test_a_notebook_gets_the_picture(small):
     shown = small._repr_html_()
     assert shown.count("<svg") == shown.count("</svg>") == 1

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed import HashStore
 
 import telegrad
 from telegrad import autograd, rpc
 from telegrad.compat import calls as drop_in
+from telegrad.nn import RemoteModule
 from telegrad.primitives.current import current_worker
+from telegrad.rendezvous.group import Group
 
 
 def given(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -71,6 +75,20 @@ def test_an_empty_init_method_is_not_the_default(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(telegrad.errors.RendezvousError, match="init_method '' is not understood"):
         rpc.init_rpc("x", init_method="")
+    torchs = torch.distributed.rpc.TensorPipeRpcBackendOptions(init_method="")
+    with pytest.raises(telegrad.errors.RendezvousError, match="init_method '' is not understood"):
+        rpc.init_rpc("x", rpc_backend_options=torchs)
+
+
+@pytest.mark.parametrize("nothing", [{}, 0, ""])
+def test_options_of_a_worker_that_are_none_are_refused(nothing):
+    with pytest.raises(TypeError, match=r"options is a \w+; expected telegrad.Options"):
+        telegrad.Worker.start("x", Group(HashStore(), None, 5.0), nothing)
+
+
+def test_an_empty_device_is_not_the_default(cluster):
+    with pytest.raises(RuntimeError, match="[Dd]evice"):
+        RemoteModule("a", nn.Identity).cuda("")
 
 
 def test_the_roots_of_the_drop_in_are_checked_as_torchs_are(cluster):

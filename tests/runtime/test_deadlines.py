@@ -78,6 +78,22 @@ def test_a_call_whose_time_was_over_before_it_was_written(clock_of_test):
         go_on.set()
 
 
+def test_a_caller_that_reads_waits_for_what_is_left(clock_of_test, monkeypatch):
+    """It has the read lease since before the call was written, and reads the answer first of all."""
+    reader, waited = current_worker().calls.reader, []
+    read_for = reader.read_for
+
+    def note(call: Any, timeout: float | None) -> None:
+        waited.append(timeout)
+        read_for(call, timeout)
+
+    monkeypatch.setattr(reader, "read_for", note)
+    SlowToEncode.jump = clock_of_test.jump
+    while not waited:  # else another thread was just reading
+        rpc.rpc_sync("a", time_left, args=(SlowToEncode(),), timeout=LIMIT)
+    assert waited == pytest.approx([LIMIT - SPENT] * len(waited))
+
+
 def test_waiting_for_room_counts(clock_of_test):
     """Another call's bytes fill the window; they go after a while."""
     worker = current_worker()

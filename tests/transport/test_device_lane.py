@@ -577,6 +577,7 @@ def test_a_failure_of_the_sender_after_its_message(pair: Pair, method: str, capl
     (arrived,) = pair.deliver(placed)
     with pytest.raises(DecodeError, match="worker 'a' could not copy its tensor from cuda:0.*its log"):
         pair.take(arrived)
+    eventually(lambda: bool(caplog.records))
     assert [record.getMessage() for record in caplog.records] == [
         "a tensor on cuda:0 did not get to worker 'b': CUDA error: an illegal memory access was encountered"
     ]
@@ -760,11 +761,12 @@ def test_a_tensor_is_taken_once(pair: Pair) -> None:
 def refused(pair: Pair, caplog: pytest.LogCaptureFixture, reason: str) -> None:
     for _ in range(3):
         assert not put(pair.a, bytes_of(10), [])
+    eventually(janitor_is_idle)
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1
+    assert caplog.records[0].threadName == "telegrad device memory", "the thread that hears of it may be reading"
     assert warnings[0].startswith("tensors on cuda:0 go to worker 'b' through host memory")
     assert reason in warnings[0]
-    eventually(janitor_is_idle)
     assert pair.cuda.allocated == pair.cuda_b.opened == {}
     assert pair.a.to_say() == pair.b.to_say() == ()
 

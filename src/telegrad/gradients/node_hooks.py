@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..primitives.interrupts import finaliser
+
 Leaf = torch.Tensor
 
 # Note [hooks of a leaf's node]
@@ -51,6 +53,7 @@ def have_no_hooks(nodes: Iterable[Any], leaves: Sequence[Leaf]) -> bool:
         return len(without) == len(unknown)
 
 
+@finaliser
 def _forget(key: int, ref: weakref.ref[Leaf]) -> None:
     if _without_hooks.get(key) is ref:
         _without_hooks.pop(key, None)

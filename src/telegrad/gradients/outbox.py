@@ -22,6 +22,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
+from ..errors import CallTimeoutError
 from ..messages import Autograd, Begin, Envelope, Gradients, Kind
 from ..options import SHARED_MEMORY_FROM
 from ..primitives import clock
@@ -151,7 +152,13 @@ class Poster:
         envelope = Envelope(Kind.GRADIENTS, host.new_message_id(), messages[0], depth=local.depth, autograd=autograd)
         if local.device_maps:
             envelope.device_map = local.device_maps.get(messages[0])
-        host.post(worker, envelope, Gradients(tuple(gradients)), left, context if begin.create_graph else None)
+        try:
+            limit = local.patience if left is None else left
+            body = Gradients(tuple(gradients))
+            host.post(worker, envelope, body, limit, context if begin.create_graph else None)
+        except TimeoutError as error:
+            _check_patience(local, error)
+            raise
 
     def _submit(self, local: LocalPass, post: Callable[[], object]) -> None:
         def try_to_post() -> None:
@@ -179,7 +186,12 @@ class Poster:
         if begin is not None:
             left = None if local.deadline is None else max(0.0, local.deadline - clock.now())
             envelope = Envelope(Kind.BEGIN, self._host.new_message_id(), begin.pass_id, left, local.depth)
-            self._host.post(outbox.worker, envelope, replace(begin, timeout=left), left, None)
+            try:
+                limit = local.patience if left is None else left
+                self._host.post(outbox.worker, envelope, replace(begin, timeout=left), limit, None)
+            except TimeoutError as error:
+                _check_patience(local, error)
+                raise
 
     def _post_held(self) -> None:
         """Sends the gradients that have waited for long enough, while their engine computes."""
@@ -188,3 +200,13 @@ class Poster:
             for outbox in list(local.outboxes.values()):
                 if outbox.messages and not local.interrupted:
                     self._submit(local, partial(self.post, local, outbox))
+
+
+def _check_patience(local: LocalPass, error: TimeoutError) -> None:
+    """Says it where a worker has not taken a message in the time in which it would have to move.
+
+    Raises:
+        CallTimeoutError: it has not.
+    """
+    if local.patience is not None and getattr(error, "interrupt", None) is None:
+        raise CallTimeoutError(f"nothing has moved in the backward pass (Options.backward_timeout): {error}") from error

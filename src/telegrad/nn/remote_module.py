@@ -276,7 +276,8 @@ class RemoteModule(nn.Module):
 
     def cuda(self, device: int | torch.device | None = None) -> RemoteModule:
         """Takes it to a GPU of its worker."""
-        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+        where = "cuda" if device is None else device
+        return self.to(torch.device("cuda", where) if isinstance(where, int) else where)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RemoteModule:
         # From float(), half() and the like; also those, and to(), of a module around. The dtype follows them; the
@@ -428,11 +429,10 @@ def _parse(remote_device: Any) -> tuple[str | int, str]:
 
 
 def _is_device(text: str) -> bool:
-    try:
+    with contextlib.suppress(RuntimeError):
         torch.device(text)
-    except RuntimeError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _check_not_scripted(interface: Any) -> None:

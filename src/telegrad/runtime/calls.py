@@ -316,6 +316,7 @@ class Calls:
                 interrupts.deliver()
 
     def _report_wait(self, call: PendingCall) -> Span:
+        call.stop_reading()
         return self._worker.events.span("wait", "call", call.id, call.peer, call.function)
 
     # -- in --------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -162,8 +163,8 @@ class DeviceLane:
                     self._copy_in(pool, place, left[0].nbytes)
                 except Exception as error:
                     self._fail(pool, place)
-                    why = text_of(error)
-                    logger.warning("a tensor on cuda:%d did not get to worker %r: %s", pool.device, self._peer, why)
+                    text = "a tensor on cuda:%d did not get to worker %r: %s"
+                    janitor.submit(partial(_log, text, pool.device, self._peer, text_of(error)))
                 left.pop(0)
         except BaseException:  # of a handler of a signal's: the peer must not wait for what does not come
             for one in left:
@@ -247,12 +248,8 @@ class DeviceLane:
             pool.refuse()
             janitor.submit(self._tidy)
         if not before:
-            logger.warning(
-                "tensors on cuda:%d go to worker %r through host memory, which is slower: %s",
-                device,
-                self._peer,
-                reason,
-            )
+            text = "tensors on cuda:%d go to worker %r through host memory, which is slower: %s"
+            janitor.submit(partial(_log, text, device, self._peer, reason))
 
     def take_back(self, placed: Sequence[Placed], said: Sequence[Offer | Answer] = ()) -> None:
         """These were reserved, or were to be said, for a message that was not written."""
@@ -425,3 +422,9 @@ class DeviceLane:
         for pool in self._pools.values():
             pool.abandon()
         self._mappings.abandon()
+
+
+def _log(text: str, *args: object) -> bool:
+    """Logs a text, as a job of the janitor's: threads that may be reading must not, as handlers are users' code."""
+    logger.warning(text, *args)
+    return True
