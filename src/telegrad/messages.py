@@ -77,6 +77,8 @@ class Envelope(msgspec.Struct, array_like=True, omit_defaults=True):
     placed: tuple[Placed, ...] = ()  # the tensors that lie in device memory: see transport/device.py
     lane: tuple[Offer | Answer, ...] = ()  # about device memory: any message can carry it
     forgotten: tuple[int, ...] = ()  # as in Forget: any message can carry it
+    ended: tuple[int, ...] = ()  # passes of the sender's that are done, as in End: any message can carry it
+    released: tuple[int, ...] = ()  # contexts that have ended, as in Release: any message can carry it
     untracked: bool = False  # of a Call outside of contexts: tensors that require grad are leaves in it and its answer
     changed: str = ""  # of a Reply: the arguments that the function has changed in place
 

@@ -89,6 +89,7 @@ class Worker:
             member.name, self._lease, self._pending, self._threads, self.events, self._peers.name_of,
             receive=self.receive, on_expired=self._on_expired, on_lost=self.on_lost, on_marked=self.recorder.on_read,
             merge=self.attach.merge, arrive=self.references.incoming, on_control=self._on_control,
+            on_ends=lambda peer, envelope: self.engine.on_ends(peer, envelope),
         )  # fmt: skip
         # For gradients and references (gradients/host.py):
         self.submit = self._threads.submit
@@ -201,6 +202,8 @@ class Worker:
                 self.references.outgoing(envelope, entries, connection.peer.id)
             if plain.dead or plain.to_forget:
                 envelope.forgotten = plain.outgoing(connection.peer.id)
+            if self.engine.ends.untold:
+                self.engine.ends.outgoing(envelope, connection.peer.id)
             if call is not None:
                 counted = sum(map(len, packed.buffers)) + OVERHEAD_BYTES
                 call.window.enter(counted, call.depth, call.deadline)
@@ -221,6 +224,8 @@ class Worker:
             written = nbytes >= 0 or isinstance(error, HandedOverError)
             if not written:
                 self.attach.not_written(envelope, connection.peer.id)
+                if envelope.ended or envelope.released:
+                    self.engine.ends.not_written(envelope, connection.peer.id)
                 if envelope.lent or envelope.dropped:
                     self.references.not_written(envelope, connection.peer.id)
                 if self._codec.unanswered:

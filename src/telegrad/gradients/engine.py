@@ -32,10 +32,11 @@ from ..errors import (
 from ..events import log_by
 from ..messages import COUNTER_BITS, Begin, Done, End, Envelope, Failure, Forget, Kind, Member, Release, sender_of
 from ..primitives import clock, current
-from ..primitives.interrupts import critical, deferred, deliver, getsignal, guard, interruptible, on_signal
+from ..primitives.interrupts import critical, deferred, deliver, getsignal, guard, interruptible, on_signal, run_all
 from . import averaged, devices, in_process, seam
 from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, RootInstruction
 from .contexts import Context, Contexts
+from .ends import Ends
 from .engine_call import LatePassError
 from .host import Host, Task, tell
 from .leaves import GradientTable
@@ -63,6 +64,7 @@ class Engine:
         self._roots: dict[int, RootedPass] = {}  # by id; its single operations are atomic
         self.parts = Parts(member, contexts, host, self._on_report_here)
         self._planner = Planner(member.id, contexts, host)
+        self.ends = Ends(host)
         contexts.plain.start(host)
 
     def open(self, *, plain: bool) -> None:
@@ -270,11 +272,11 @@ class Engine:
             match instruction:
                 case Finish(workers):
                     try:  # the others first: adding this worker's gradients up may fail
-                        try:
-                            if root.begin.into_grad and len(in_process.engines) > 1:
-                                workers = in_process.finish(self, root.begin.pass_id, workers)
-                        finally:  # also after Ctrl-C: to those that have ended it, it is no news
-                            self._tell_end(root.begin.pass_id, workers, "")
+                        if root.begin.into_grad:
+                            self._end_at_once(root.begin.pass_id, workers)
+                        else:
+                            for worker in workers:
+                                self.ends.add(worker, passes=(root.begin.pass_id,))
                     finally:
                         if (local := self.parts.passes.get(root.begin.pass_id)) is not None:
                             self.parts.end(local, "")
@@ -289,6 +291,13 @@ class Engine:
                         root.waiter.set_done()
                 case Late(what):
                     self._log_late(what, root.begin.pass_id)
+
+    def _end_at_once(self, pass_id: int, workers: Sequence[int]) -> None:
+        try:
+            if len(in_process.engines) > 1:
+                workers = in_process.finish(self, pass_id, workers)
+        finally:  # also after Ctrl-C: to those that have ended it, it is no news
+            self._tell_end(pass_id, workers, "")
 
     def _tell_end(self, pass_id: int, workers: Sequence[int], aborted: str) -> None:
         left = list(workers)
@@ -329,6 +338,17 @@ class Engine:
             case Release(context_id):
                 return partial(self._on_release, context_id, peer)
         return None
+
+    def on_ends(self, peer: int, envelope: Envelope) -> Task | None:
+        """Takes the ends that a message tells of, in the same way, and before anything else of it."""
+        tasks: list[Task] = []
+        for pass_id in envelope.ended:
+            if pass_id >> COUNTER_BITS != peer:
+                self.parts.disbelieve(peer, f"the end of pass {pass_id}, whose root it is not")
+            elif (task := self.parts.on_end(pass_id, "")) is not None:
+                tasks.append(task)
+        tasks += [partial(self._on_release, context_id, peer) for context_id in envelope.released]
+        return tasks[0] if len(tasks) == 1 else partial(run_all, tasks) if tasks else None
 
     def _on_begin(self, peer: int, begin: Begin, depth: int) -> Task | None:
         if begin.pass_id >> COUNTER_BITS == peer:
@@ -385,7 +405,7 @@ class Engine:
             return set()
         others = context.known_workers - {told_by, self.id, context_id >> COUNTER_BITS}
         for worker in others if tell_others else ():
-            tell(self.host, worker, Kind.RELEASE, Release(context_id))
+            self.ends.add(worker, contexts=(context_id,))
         if self.parts.passes:
             ended = UnknownContextError(f"context {context_id} ended while its backward pass ran")
             self._end(self.parts.of_context(context_id), ended)
@@ -418,6 +438,7 @@ class Engine:
         """Fails the passes that need a worker that is gone; ends its own passes and contexts."""
         lost = PeerLostError(f"worker {name!r} is gone: {reason}")
         lost.worker_id = peer
+        self.ends.on_lost(peer)
         for root in list(self._roots.values()):
             self._on(root, root.state.on_lost, peer, lost)
         self.parts.on_lost(peer, name, lost)
@@ -431,6 +452,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends everything: this worker shuts down."""
+        self.ends.tell_all()
         if self in in_process.engines:
             in_process.engines.remove(self)
         seam.remove(self)

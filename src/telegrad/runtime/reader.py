@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -66,6 +67,7 @@ class Reader:
         merge: Callable[[Envelope, Connection], object],
         arrive: Callable[[Envelope, int], tuple[Any, Callable[[], None] | None]],
         on_control: Callable[[int, Envelope, Frames], Callable[[], None] | None],
+        on_ends: Callable[[int, Envelope], Callable[[], None] | None],
         on_marked: Callable[[Envelope, Connection, Frames, float], None],
     ) -> None:
         self._name = name
@@ -80,6 +82,7 @@ class Reader:
         self._merge = merge
         self._arrive = arrive
         self._on_control = on_control
+        self._on_ends = on_ends
         self._on_marked = on_marked
         lease.on_readable = self.serve
 
@@ -168,7 +171,9 @@ class Reader:
         if kind not in KINDS:
             raise not_understood(frames.header)
         opened = time.perf_counter() if envelope.profiling is not None else 0.0
-        call = deadline = task = undecoded = None
+        call = deadline = task = undecoded = ends = None
+        if envelope.ended or envelope.released:
+            ends = self._on_ends(connection.peer.id, envelope)
         if envelope.autograd is not None or envelope.forgotten:
             undecoded = self._merge(envelope, connection)
         if envelope.lent or envelope.creates or envelope.dropped:
@@ -190,6 +195,11 @@ class Reader:
             call, task = self._pending.claim(envelope.reply_to, connection), None
         else:
             task = self._on_control(connection.peer.id, envelope, frames)
+        if ends is not None:
+            if kind in _ANSWERS:
+                self._threads.submit(ends)
+            else:
+                task = ends if task is None else partial(interrupts.run_all, [ends, task])
         found.append(Incoming(connection, envelope, frames, deadline, call, task))
         if opened:
             self._on_marked(envelope, connection, frames, opened)

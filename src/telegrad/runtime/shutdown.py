@@ -104,6 +104,7 @@ def _retire(worker: Worker, timeout: float | None) -> None:
     def waits_for() -> int:
         return len(pending) + worker.engine.busy
 
+    worker.engine.ends.tell_all()
     meet(worker, "programs_done", left())
     if not poll_until(lambda: not waits_for() and server.being_served <= own, left()):
         raise RendezvousError(
@@ -111,6 +112,7 @@ def _retire(worker: Worker, timeout: float | None) -> None:
             f"calls after {limit:.1f} s; use shutdown(graceful=False) to drop them"
         )
     if worker.group.world_size is not None:
+        worker.engine.ends.tell_all()
         meet(worker, "workers_idle", left())
         # The store lives in the process of rank 0: it leaves last, when all others have seen the barrier.
         last = Deadline(min(5.0, left() or 5.0))
