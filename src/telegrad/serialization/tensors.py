@@ -4,13 +4,18 @@
 it is a pickle buffer that points at the tensor's own memory, which the transport moves. The memory is sent as it lies
 where it is dense (any order of strides), else packed. The conj and neg bits travel as bits. A tensor of another device
 goes through host memory. Its description names the device that it is to arrive on: see devices.py.
+
+In a message of many tensors those that are alike (`gather`) are described together, as one tensor that holds them all:
+they cost a fraction of what each takes by itself. They arrive with memory of their own all the same.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import pickle
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,19 +26,21 @@ from .._torch import (
     disabled_torch_dispatch,
     dual_level,
     get_object_state,
+    len_torch_dispatch_stack,
     make_per_channel_quantized,
     make_per_tensor_quantized,
     neg_view,
     set_conj,
     set_neg,
     set_object_state,
+    transforms,
 )
 from ..errors import EncodeError
 from ..options import SHARED_MEMORY_FROM
 from ..primitives.futures import use_devices
 from .device_lane import on_host, put_on_lane, staged, take_from_lane
 from .devices import have_device
-from .pickling_state import Outgoing, arriving
+from .pickling_state import FEW, Outgoing, arriving
 from .severed import severed
 from .transforms import refuse_dual, without_memory
 
@@ -52,6 +59,13 @@ _copied = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)
     ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
 )
 _EXPANDED_FROM = 4096  # bytes; what is smaller is packed faster than it is taken apart
+
+# Of the types that torch can copy in bulk, those that people use.
+_GATHERED = frozenset((
+    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+))  # fmt: skip
+_alike = operator.attrgetter("dtype", "shape", "layout", "is_cpu", "requires_grad")
 
 _BY_ROW = {torch.sparse_csr, torch.sparse_bsr}
 _BY_COLUMN = {torch.sparse_csc, torch.sparse_bsc}
@@ -86,9 +100,39 @@ def reduce_tensor(tensor: torch.Tensor, message: Outgoing) -> Any:
         return _rebuild_subclass, (kind, plain, tensor.requires_grad, _state(tensor))
 
 
-def reduce_tracked(tensor: torch.Tensor, tracked: list[torch.Tensor]) -> Any:
-    """How pickle should save a tensor that requires grad, in a message whose gradients will be asked for: by its
-    place among the tracked ones, where it is put.
+class _NextTensor:
+    """Stands, in a pickle, for the function that returns the next of the tensors that stand apart."""
+
+    def __call__(self) -> torch.Tensor:  # pickle wants to know that it can be called
+        raise NotImplementedError
+
+    def __reduce__(self) -> Any:
+        return _next_tensor, ()
+
+
+# How pickle saves a tensor that stands apart. It is one object, so that nothing is allocated for a tensor: pickles are
+# read in the order in which they are written, and the tensors are in that order, too.
+NEXT_TENSOR = (_NextTensor(), ())
+
+
+def _next_tensor() -> Any:
+    return iter(arriving().apart).__next__
+
+
+class _Plain:
+    """A tensor that stands apart without its class and attributes, which are in the pickle."""
+
+    def __init__(self, tensor: torch.Tensor, apart: list[torch.Tensor]) -> None:
+        self._tensor, self._apart = tensor, apart
+
+    def __reduce__(self) -> Any:
+        self._apart.append(self._tensor)
+        return NEXT_TENSOR
+
+
+def reduce_tracked(tensor: torch.Tensor, apart: list[torch.Tensor]) -> Any:
+    """How pickle should save a tensor that requires grad, in a message whose gradients will be asked for: it stands
+    apart.
 
     Raises:
         EncodeError: it is of a kind that gradients cannot be followed through.
@@ -97,8 +141,8 @@ def reduce_tracked(tensor: torch.Tensor, tracked: list[torch.Tensor]) -> Any:
     if dual_level() >= 0:
         refuse_dual(tensor)
     if kind is torch.Tensor and not tensor.__dict__:
-        tracked.append(tensor)
-        return _at, (len(tracked) - 1,)
+        apart.append(tensor)
+        return NEXT_TENSOR
     if isinstance(tensor, UninitializedTensorMixin):
         return NotImplemented  # it has no values yet, and so no gradient
     with DisableTorchFunctionSubclass():
@@ -107,8 +151,7 @@ def reduce_tracked(tensor: torch.Tensor, tracked: list[torch.Tensor]) -> Any:
                 f"a {kind.__name__} that requires grad cannot be followed to another worker: its class says itself how "
                 "it is saved. Send the plain tensors that it is made of, or its detach()"
             )
-        tracked.append(tensor)
-        return _subclass_at, (kind, len(tracked) - 1, _state(tensor))
+        return _with_class, (kind, _Plain(tensor, apart), _state(tensor))
 
 
 def reduce_severed(tensor: torch.Tensor, why: str) -> Any:
@@ -131,14 +174,6 @@ def reduce_severed(tensor: torch.Tensor, why: str) -> Any:
 
 def _rebuild_severed(kind: type[torch.Tensor], plain: torch.Tensor, state: Any, why: str) -> torch.Tensor:
     return _with_class(kind, severed(plain, why), state)
-
-
-def _at(place: int) -> torch.Tensor:
-    return arriving().tracked[place]
-
-
-def _subclass_at(kind: type[torch.Tensor], place: int, state: Any) -> torch.Tensor:
-    return _with_class(kind, arriving().tracked[place], state)
 
 
 def _with_class(kind: type[torch.Tensor], tensor: torch.Tensor, state: Any) -> torch.Tensor:
@@ -235,6 +270,49 @@ def describe(tensor: torch.Tensor, message: Outgoing) -> tuple[Any, ...] | None:
     return memory, _DTYPE_NAMES[dtype], tuple(shape), stride, flags, None if device == "cpu" else device
 
 
+def gather(tensors: Sequence[torch.Tensor], message: Outgoing) -> Iterator[tuple[list[int], tuple[Any, ...]]]:
+    """Finds tensors that are alike: small, plain, packed, and of one type and shape. Yields the places of those that go
+    together, and a description that holds for each of them, but with the memory of all. What is left is for
+    `describe`."""
+    if (message.targets and "cpu" in message.targets) or dual_level() >= 0 or transforms() or len_torch_dispatch_stack():
+        return
+    groups: dict[Any, list[int]] = {}
+    for place, key in enumerate(map(_alike, tensors)):
+        if key in groups:
+            groups[key].append(place)
+        else:
+            groups[key] = [place]
+    for (dtype, shape, layout, is_cpu, requires_grad), places in groups.items():
+        nbytes = shape.numel() * dtype.itemsize
+        if (
+            len(places) <= FEW
+            or not 0 < nbytes < SHARED_MEMORY_FROM
+            or dtype not in _GATHERED
+            or layout is not torch.strided
+            or not is_cpu
+        ):
+            continue
+        found = [tensors[place] for place in places]
+        if not all(map(torch.Tensor.is_contiguous, found)) or any(map(torch.Tensor.is_neg, found)):
+            places = [place for place, tensor in zip(places, found, strict=True) if _can_be_packed(tensor, nbytes)]
+            found = [tensors[place] for place in places]
+        if len(found) <= FEW or not all(map(torch.Tensor.data_ptr, found)):
+            continue
+        with torch.no_grad():  # into a tensor of ours: autocast would look at the types
+            together = torch.stack(found, out=torch.empty((len(found), *shape), dtype=dtype, device="cpu"))
+        description = describe(together, message)
+        assert description is not None
+        memory, dtype_name, _, stride, _, _ = description
+        yield places, (memory, dtype_name, tuple(shape), stride[1:], REQUIRES_GRAD if requires_grad else 0, None)
+
+
+def _can_be_packed(tensor: torch.Tensor, nbytes: int) -> bool:
+    """Whether `describe` would send it packed."""
+    if tensor.is_neg():
+        return False
+    return tensor.is_contiguous() or (nbytes < _EXPANDED_FROM and 0 in tensor.stride())
+
+
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill one stretch of memory, in whatever order."""
     expected = 1
@@ -283,6 +361,29 @@ def rebuild(
         if flags & REQUIRES_GRAD and not detached:
             tensor.requires_grad_()
     return tensor
+
+
+def rebuild_gathered(
+    count: int,
+    memory: Any,
+    dtype_name: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    flags: int,
+    device: None,
+    detached: bool,
+) -> list[torch.Tensor]:
+    """The tensors that `gather` has found, each with memory of its own."""
+    dtype, size = _DTYPES[dtype_name], len(memory) // count
+    whole = memory if type(memory) is bytearray else bytearray(memory)
+    tensors = [torch.frombuffer(whole[at : at + size], dtype=dtype) for at in range(0, count * size, size)]
+    if len(shape) != 1:
+        for tensor in tensors:
+            tensor.as_strided_(shape, stride)
+    if flags and not detached:
+        for tensor in tensors:
+            tensor.requires_grad_()
+    return tensors
 
 
 def _rebuild_subclass(kind: type[torch.Tensor], plain: torch.Tensor, requires_grad: bool, state: Any) -> torch.Tensor:

@@ -4,8 +4,9 @@
     nested    any picklable values, with tensors wherever they are
     by value  the same, made by cloudpickle, for what the callee cannot import (see by_value.py)
 
-In a message that is tracked (one sent in a context), the tensors that require grad stand apart: they are rebuilt first,
-get their history, and then take their places among the values.
+Nested, most tensors stand apart: they are sent ahead of the values, as flat ones, and the pickle of the values says only
+where the next one belongs. In a message that is tracked (one sent in a context), all that require grad do, and get their
+history before the values are rebuilt.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import io
 import operator
 import pickle
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -31,9 +33,20 @@ from .by_value import ByValuePickler, Dependencies
 from .by_value_cache import Definitions
 from .handles import Handle
 from .namespaces import Namespaces, is_by_value, is_definition, module_attribute
-from .pickling_state import Outgoing, unpickling
+from .pickling_state import FEW, Outgoing, unpickling
 from .severed import IN_DEFINITION
-from .tensors import FLAGS, REQUIRES_GRAD, describe, rebuild, reduce_severed, reduce_tensor, reduce_tracked
+from .tensors import (
+    FLAGS,
+    NEXT_TENSOR,
+    REQUIRES_GRAD,
+    describe,
+    gather,
+    rebuild,
+    rebuild_gathered,
+    reduce_severed,
+    reduce_tensor,
+    reduce_tracked,
+)
 from .torch_objects import is_named_by_torch, reduce_named_by_torch
 
 # Gives received tensors their history.
@@ -41,7 +54,7 @@ Attach = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 _FLAT = 1  # the first byte of flat values; a pickle's is 0x80
 _FLAT_BYTE = b"\x01"
-_APART = 2  # the first byte where tracked tensors come before the values
+_APART = 2  # the first byte where tensors come before the values
 _APART_HEAD = struct.Struct("<BIQ")  # that, the buffers of the values, the length of the tensors' pickle
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 
@@ -82,7 +95,8 @@ class Values:
         """Values as a pickle, and the large memory beside it.
 
         Flat are (the values with None for tensors, {position: tensor's description}). A tensor that is there more than
-        once is described once, and then by its first position.
+        once is described once, and then by its first position. Tensors that are alike have one description, by all
+        their positions.
         """
         others: list[Any] | None = None
         for position, value in enumerate(values):
@@ -90,67 +104,67 @@ class Values:
             if kind is torch.Tensor:
                 if others is None:
                     others = list(values)
-                    tensors: dict[int, Any] = {}
+                    tensors: dict[Any, Any] = {}
                     seen: dict[int, int] = {}
-                    tracked: list[torch.Tensor] = []
                 others[position] = None
-                if id(value) in seen:
-                    tensors[position] = seen[id(value)]
-                    continue
-                description = describe(value, message)
-                if description is None:
-                    return self.dump_nested(values, message, in_band=False)
-                tensors[position] = description
-                seen[id(value)] = position
-                if value.requires_grad:
-                    tracked.append(value)
+                if (first := seen.setdefault(id(value), position)) != position:
+                    tensors[position] = first
             elif kind not in _PLAIN:
-                return self.dump_nested(values, message, in_band=False)
+                return self._dump_nested(values, message)
         if others is None:
             return _FLAT_BYTE + pickle.dumps((values, None), 5), ()
-        if tracked and message.tracked is not None:
-            message.tracked = tracked
-        buffers: list[pickle.PickleBuffer] = []
-        pickled = _FLAT_BYTE + pickle.dumps((tuple(others), tensors), 5, buffer_callback=buffers.append)
-        return pickled, [buffer.raw() for buffer in buffers] if buffers else ()
+        if not _describe_all(values, list(seen.values()), tensors, message):
+            return self._dump_nested(values, message)
+        if message.tracked is not None:
+            message.tracked = [values[position] for position in seen.values() if values[position].requires_grad]
+        return _flat(others, tensors)
 
-    def dump_nested(self, values: Any, message: Outgoing, *, in_band: bool) -> tuple[bytes, Sequence[Buffer]]:
-        """The same for any values. `in_band`: large memory goes into the pickle, too."""
+    def _dump_nested(self, values: Any, message: Outgoing) -> tuple[bytes, Sequence[Buffer]]:
+        """The same for any values."""
         buffers: list[Buffer] = []
-        on_buffer = None if in_band else _beside(buffers)
-        pickled = self._pickle(values, message, buffers, on_buffer)
-        if not message.tracked:
+        pickled = self._pickle(values, message, buffers, _beside(buffers))
+        if not message.apart:
             return pickled, buffers
         ahead = len(buffers)
-        tracked, message.tracked = message.tracked, None
         with DisableTorchFunctionSubclass():
-            plain = [torch.Tensor._make_subclass(torch.Tensor, tensor, False) for tensor in tracked]
-        for tensor, same in zip(tracked, plain, strict=True) if message.put else ():
-            if id(tensor) in message.put:  # it lies in device memory already
-                message.put[id(same)] = same, message.put[id(tensor)][1]
-        apart = self._pickle(plain, message, buffers, on_buffer)
-        message.tracked = tracked
+            apart = self._dump_apart(message, buffers)
         return b"".join((_APART_HEAD.pack(_APART, ahead, len(apart)), apart, pickled)), buffers
+
+    def _dump_apart(self, message: Outgoing, buffers: list[Buffer]) -> bytes:
+        apart, described = message.apart, {}
+        places = [place for place, tensor in enumerate(apart) if tensor.requires_grad]
+        if _describe_all(apart, range(len(apart)), described, message):
+            pickled, beside = _flat([None] * len(apart), described)
+            buffers += beside
+        else:
+            # Some have no plain memory: they are pickled, and the places of those that are tracked.
+            plain = [torch.Tensor._make_subclass(torch.Tensor, tensor, False) for tensor in apart]
+            for tensor, same in zip(apart, plain, strict=True) if message.put else ():
+                if id(tensor) in message.put:  # it lies in device memory already
+                    message.put[id(same)] = same, message.put[id(tensor)][1]
+            message.apart, message.tracked, message.in_place = [], None, sys.maxsize
+            pickled = self._pickle((plain, places), message, buffers, _beside(buffers))
+        message.tracked = [apart[place] for place in places]
+        return pickled
 
     def _pickle(
         self, values: Any, message: Outgoing, buffers: list[Buffer], on_buffer: Callable[[Any], Any] | None
     ) -> bytes:
         already = len(buffers)
         file = io.BytesIO()
-        pickler: pickle.Pickler = _Pickler(file, on_buffer, lambda obj: self._reduce(obj, message, by_value=False))
+        pickler: pickle.Pickler = _Pickler(file, on_buffer, self._reducer(message, by_value=False))
         try:
             interruptible(pickler.dump, values)
             return file.getvalue()
         except (_ByValueError, pickle.PicklingError, AttributeError, TypeError):
             pass  # and now with cloudpickle
         del buffers[already:]
-        for noted in (message.tracked, message.handles):
+        for noted in (message.apart, message.handles):
             if noted:
                 noted.clear()
         file = io.BytesIO()
-        pickler = ByValuePickler(
-            file, on_buffer, self.namespaces, lambda obj: self._reduce(obj, message, by_value=True), Dependencies()
-        )
+        reduce = self._reducer(message, by_value=True)
+        pickler = ByValuePickler(file, on_buffer, self.namespaces, reduce, Dependencies())
         interruptible(pickler.dump, values)
         return file.getvalue()
 
@@ -164,6 +178,24 @@ class Values:
         except BaseException as error:
             raise EncodeError(reason_of(error)) from error
         return file.getvalue()
+
+    def _reducer(self, message: Outgoing, *, by_value: bool) -> Callable[[Any], Any]:
+        """How pickle should save the objects of a message. Most of many are plain tensors."""
+        stands_apart, in_modules, is_tracked = message.apart.append, message.in_modules, message.tracked is not None
+
+        def reduce(obj: Any) -> Any:
+            if type(obj) is not torch.Tensor or obj.__dict__:
+                return self._reduce(obj, message, by_value=by_value)
+            if obj.requires_grad:
+                if not is_tracked or (in_modules and id(obj) in in_modules):
+                    return _reduce_data(obj, message)
+            elif message.in_place > 0:
+                message.in_place -= 1
+                return _reduce_data(obj, message)
+            stands_apart(obj)
+            return NEXT_TENSOR
+
+        return reduce
 
     def _reduce(self, obj: Any, message: Outgoing, *, by_value: bool) -> Any:
         """How pickle should save an object; NotImplemented: in its own way."""
@@ -185,7 +217,7 @@ class Values:
             else:
                 follows = not message.in_modules or id(obj) not in message.in_modules
             if follows:
-                return reduce_tracked(obj, message.tracked)
+                return reduce_tracked(obj, message.apart)
         elif message.in_modules is not None and isinstance(obj, torch.nn.Module):
             for part in obj.modules():  # not parameters(): a RemoteModule asks its worker for them
                 for members in (vars(part).get("_parameters"), vars(part).get("_buffers")):
@@ -200,7 +232,7 @@ class Values:
         buffers: Sequence[Buffer],
         sender: int | None = None,
         attach: Attach | None = None,
-        tracked: Sequence[torch.Tensor] = (),
+        apart: Sequence[torch.Tensor] = (),
         frames: Frames | None = None,
         deadline: float | None = None,
     ) -> Any:
@@ -220,15 +252,16 @@ class Values:
         if pickled[0] == _APART:
             _, ahead, length = _APART_HEAD.unpack_from(pickled)
             start = _APART_HEAD.size + length
-            apart = self.load(
-                pickled[_APART_HEAD.size : start], buffers[ahead:], sender, frames=frames, deadline=deadline
-            )
-            with torch.inference_mode(False):
-                tracked = [tensor.requires_grad_() for tensor in apart] if attach is None else attach(apart)
-            return self.load(pickled[start:], buffers[:ahead], sender, None, tracked, frames, deadline)
+            first = pickled[_APART_HEAD.size : start]
+            apart = self.load(first, buffers[ahead:], sender, attach, (), frames, deadline)
+            if first[0] != _FLAT:
+                apart, places = apart
+                with torch.inference_mode(False):
+                    _track(apart, places, attach)
+            return self.load(pickled[start:], buffers[:ahead], sender, None, apart, frames, deadline)
         # What arrives in inference mode is no inference tensor: it may be kept beyond that.
         no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with no_inference, unpickling(self, sender, tracked, frames, deadline):
+        with no_inference, unpickling(self, sender, apart, frames, deadline):
             return interruptible(partial(pickle.loads, pickled, buffers=buffers))
 
     def of_main(self, sender: int | None, qualname: str, deadline: float | None) -> Any:
@@ -302,23 +335,60 @@ class _Pickler(pickle.Pickler):
         self.reducer_override = reduce  # type: ignore[method-assign]
 
 
-def _unflatten(values: tuple[Any, ...], tensors: dict[int, Any], attach: Attach | None) -> tuple[Any, ...]:
+def _describe_all(
+    values: Sequence[Any], positions: Sequence[int], described: dict[Any, Any], message: Outgoing
+) -> bool:
+    """Adds descriptions of the tensors at those positions; False: one of them has more to it than plain memory."""
+    if len(positions) > FEW:
+        together = [values[position] for position in positions]
+        left = set(positions)
+        for places, description in gather(together, message):
+            found = tuple([positions[place] for place in places])
+            left.difference_update(found)
+            described[found] = description
+        positions = sorted(left)
+    for position in positions:
+        description = describe(values[position], message)
+        if description is None:
+            return False
+        described[position] = description
+    return True
+
+
+def _flat(others: list[Any], tensors: dict[Any, Any]) -> tuple[bytes, Sequence[Buffer]]:
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = _FLAT_BYTE + pickle.dumps((tuple(others), tensors), 5, buffer_callback=buffers.append)
+    return pickled, [buffer.raw() for buffer in buffers] if buffers else ()
+
+
+def _unflatten(values: tuple[Any, ...], tensors: dict[Any, Any], attach: Attach | None) -> tuple[Any, ...]:
     found = list(values)
-    tracked: list[torch.Tensor] = []
-    places: list[int] = []  # of those
+    places: list[int] = []  # of those that are tracked
     for position, description in tensors.items():
         if type(description) is int:
             continue
-        if attach is not None and description[FLAGS] & REQUIRES_GRAD:
-            tracked.append(rebuild(*description, detached=True))  # type: ignore[misc]
-            places.append(position)
+        is_tracked = attach is not None and description[FLAGS] & REQUIRES_GRAD
+        if type(position) is int:
+            found[position] = rebuild(*description, detached=is_tracked)
+            if is_tracked:
+                places.append(position)
         else:
-            found[position] = rebuild(*description)
-    if tracked:
-        assert attach is not None
-        for position, tensor in zip(places, attach(tracked), strict=True):
-            found[position] = tensor
+            for place, tensor in zip(position, rebuild_gathered(len(position), *description, is_tracked), strict=True):
+                found[place] = tensor
+            if is_tracked:
+                places += position
+    if places:
+        places.sort()
+        _track(found, places, attach)
     for position, description in tensors.items():
         if type(description) is int:
             found[position] = found[description]
     return tuple(found)
+
+
+def _track(found: list[Any], places: list[int], attach: Attach | None) -> None:
+    """Gives the tensors at those places their history; without one they are leaves."""
+    tracked = [found[place] for place in places]
+    history = [tensor.requires_grad_() for tensor in tracked] if attach is None else attach(tracked)
+    for place, tensor in zip(places, history, strict=True):
+        found[place] = tensor
