@@ -4,18 +4,14 @@
 it is a pickle buffer that points at the tensor's own memory, which the transport moves. The memory is sent as it lies
 where it is dense (any order of strides), else packed. The conj and neg bits travel as bits. A tensor of another device
 goes through host memory. Its description names the device that it is to arrive on: see devices.py.
-
-In a message of many tensors those that are alike (`gather`) are described together, as one tensor that holds them all:
-they cost a fraction of what each takes by itself. They arrive with memory of their own all the same.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import operator
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,26 +22,24 @@ from .._torch import (
     disabled_torch_dispatch,
     dual_level,
     get_object_state,
-    len_torch_dispatch_stack,
     make_per_channel_quantized,
     make_per_tensor_quantized,
     neg_view,
     set_conj,
     set_neg,
     set_object_state,
-    transforms,
 )
 from ..errors import EncodeError
 from ..options import SHARED_MEMORY_FROM
 from ..primitives.futures import use_devices
 from .device_lane import on_host, put_on_lane, staged, take_from_lane
 from .devices import have_device
-from .pickling_state import FEW, Outgoing, arriving
+from .pickling_state import Outgoing, arriving
 from .severed import severed
 from .transforms import refuse_dual, without_memory
 
-_DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-_DTYPE_NAMES = {v: k for k, v in _DTYPES.items()}
+DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+_DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
 
 REQUIRES_GRAD, _CONJ, _NEG = 1, 2, 4
 FLAGS = 4  # their place in a description
@@ -58,14 +52,10 @@ _array_type = functools.lru_cache(maxsize=4096)(lambda nbytes: ctypes.c_char * n
 _copied = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
 )
-_EXPANDED_FROM = 4096  # bytes; what is smaller is packed faster than it is taken apart
+EXPANDED_FROM = 4096  # bytes; what is smaller is packed faster than it is taken apart
 
-# Of the types that torch can copy in bulk, those that people use.
-_GATHERED = frozenset((
-    torch.float32, torch.float64, torch.float16, torch.bfloat16,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-))  # fmt: skip
-_alike = operator.attrgetter("dtype", "shape", "layout", "is_cpu", "requires_grad")
+# Of a tensor of torch's own classes; None if it has none. To ask for its __dict__ would make one.
+attributes_of = object.__getstate__
 
 _BY_ROW = {torch.sparse_csr, torch.sparse_bsr}
 _BY_COLUMN = {torch.sparse_csc, torch.sparse_bsc}
@@ -85,7 +75,7 @@ def reduce_tensor(tensor: torch.Tensor, message: Outgoing) -> Any:
     which device are to arrive; None: on the device of the same name.
     """
     kind = type(tensor)
-    if kind is torch.Tensor and not tensor.__dict__:
+    if kind is torch.Tensor and attributes_of(tensor) is None:
         return _reduce_plain(tensor, message)
     with DisableTorchFunctionSubclass():
         if dual_level() >= 0:
@@ -100,23 +90,32 @@ def reduce_tensor(tensor: torch.Tensor, message: Outgoing) -> Any:
         return _rebuild_subclass, (kind, plain, tensor.requires_grad, _state(tensor))
 
 
-class _NextTensor:
-    """Stands, in a pickle, for the function that returns the next of the tensors that stand apart."""
+class _Next:
+    """Stands, in a pickle, for a function that returns the next of the tensors that stand apart."""
+
+    def __init__(self, make: Callable[[], Callable[[], torch.Tensor]]) -> None:
+        self._make = make  # that function, where the pickle arrives
 
     def __call__(self) -> torch.Tensor:  # pickle wants to know that it can be called
         raise NotImplementedError
 
     def __reduce__(self) -> Any:
-        return _next_tensor, ()
+        return self._make, ()
 
 
-# How pickle saves a tensor that stands apart. It is one object, so that nothing is allocated for a tensor: pickles are
-# read in the order in which they are written, and the tensors are in that order, too.
-NEXT_TENSOR = (_NextTensor(), ())
+def _next_tensor() -> Callable[[], torch.Tensor]:
+    return arriving().take
 
 
-def _next_tensor() -> Any:
-    return iter(arriving().apart).__next__
+def _next_parameter() -> Callable[[], torch.Tensor]:
+    take = arriving().take
+    return lambda: _with_class(torch.nn.Parameter, take(), None)
+
+
+# How pickle saves what stands apart. Nothing is allocated for a tensor: pickles are read in the order in which they are
+# written, and the tensors are in that order, too.
+NEXT_TENSOR = (_Next(_next_tensor), ())
+_NEXT_PARAMETER = (_Next(_next_parameter), ())
 
 
 class _Plain:
@@ -140,9 +139,12 @@ def reduce_tracked(tensor: torch.Tensor, apart: list[torch.Tensor]) -> Any:
     kind = type(tensor)
     if dual_level() >= 0:
         refuse_dual(tensor)
-    if kind is torch.Tensor and not tensor.__dict__:
+    if kind is torch.Tensor and attributes_of(tensor) is None:
         apart.append(tensor)
         return NEXT_TENSOR
+    if kind is torch.nn.Parameter and attributes_of(tensor) is None:
+        apart.append(tensor)
+        return _NEXT_PARAMETER
     if isinstance(tensor, UninitializedTensorMixin):
         return NotImplemented  # it has no values yet, and so no gradient
     with DisableTorchFunctionSubclass():
@@ -211,7 +213,7 @@ def describe(tensor: torch.Tensor, message: Outgoing) -> tuple[Any, ...] | None:
         UnmappedDeviceError: the message's targets are strict, and the tensor's device is not among them.
         EncodeError: a CUDA graph is being captured; or the tensor has no memory, or a tangent: see transforms.py.
     """
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.__dict__:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
     if dual_level() >= 0:
         refuse_dual(tensor)
@@ -241,7 +243,7 @@ def describe(tensor: torch.Tensor, message: Outgoing) -> tuple[Any, ...] | None:
             if not _is_dense(tensor):
                 tensor = tensor.contiguous()
                 stride = tensor.stride()
-        elif tensor.nbytes < _EXPANDED_FROM:
+        elif tensor.nbytes < EXPANDED_FROM:
             tensor = tensor.contiguous()
             stride = tensor.stride()
         else:
@@ -270,49 +272,6 @@ def describe(tensor: torch.Tensor, message: Outgoing) -> tuple[Any, ...] | None:
     return memory, _DTYPE_NAMES[dtype], tuple(shape), stride, flags, None if device == "cpu" else device
 
 
-def gather(tensors: Sequence[torch.Tensor], message: Outgoing) -> Iterator[tuple[list[int], tuple[Any, ...]]]:
-    """Finds tensors that are alike: small, plain, packed, and of one type and shape. Yields the places of those that go
-    together, and a description that holds for each of them, but with the memory of all. What is left is for
-    `describe`."""
-    if (message.targets and "cpu" in message.targets) or dual_level() >= 0 or transforms() or len_torch_dispatch_stack():
-        return
-    groups: dict[Any, list[int]] = {}
-    for place, key in enumerate(map(_alike, tensors)):
-        if key in groups:
-            groups[key].append(place)
-        else:
-            groups[key] = [place]
-    for (dtype, shape, layout, is_cpu, requires_grad), places in groups.items():
-        nbytes = shape.numel() * dtype.itemsize
-        if (
-            len(places) <= FEW
-            or not 0 < nbytes < SHARED_MEMORY_FROM
-            or dtype not in _GATHERED
-            or layout is not torch.strided
-            or not is_cpu
-        ):
-            continue
-        found = [tensors[place] for place in places]
-        if not all(map(torch.Tensor.is_contiguous, found)) or any(map(torch.Tensor.is_neg, found)):
-            places = [place for place, tensor in zip(places, found, strict=True) if _can_be_packed(tensor, nbytes)]
-            found = [tensors[place] for place in places]
-        if len(found) <= FEW or not all(map(torch.Tensor.data_ptr, found)):
-            continue
-        with torch.no_grad():  # into a tensor of ours: autocast would look at the types
-            together = torch.stack(found, out=torch.empty((len(found), *shape), dtype=dtype, device="cpu"))
-        description = describe(together, message)
-        assert description is not None
-        memory, dtype_name, _, stride, _, _ = description
-        yield places, (memory, dtype_name, tuple(shape), stride[1:], REQUIRES_GRAD if requires_grad else 0, None)
-
-
-def _can_be_packed(tensor: torch.Tensor, nbytes: int) -> bool:
-    """Whether `describe` would send it packed."""
-    if tensor.is_neg():
-        return False
-    return tensor.is_contiguous() or (nbytes < _EXPANDED_FROM and 0 in tensor.stride())
-
-
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill one stretch of memory, in whatever order."""
     expected = 1
@@ -335,7 +294,7 @@ def rebuild(
     detached: bool = False,
 ) -> torch.Tensor:
     """The tensor that `describe` described; `detached`, whether or not it required grad."""
-    dtype = _DTYPES[dtype_name]
+    dtype = DTYPES[dtype_name]
     if type(memory) is int:
         tensor = take_from_lane(memory, device).view(dtype)
         if len(shape) != 1 or stride != (1,):
@@ -361,29 +320,6 @@ def rebuild(
         if flags & REQUIRES_GRAD and not detached:
             tensor.requires_grad_()
     return tensor
-
-
-def rebuild_gathered(
-    count: int,
-    memory: Any,
-    dtype_name: str,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    flags: int,
-    device: None,
-    detached: bool,
-) -> list[torch.Tensor]:
-    """The tensors that `gather` has found, each with memory of its own."""
-    dtype, size = _DTYPES[dtype_name], len(memory) // count
-    whole = memory if type(memory) is bytearray else bytearray(memory)
-    tensors = [torch.frombuffer(whole[at : at + size], dtype=dtype) for at in range(0, count * size, size)]
-    if len(shape) != 1:
-        for tensor in tensors:
-            tensor.as_strided_(shape, stride)
-    if flags and not detached:
-        for tensor in tensors:
-            tensor.requires_grad_()
-    return tensors
 
 
 def _rebuild_subclass(kind: type[torch.Tensor], plain: torch.Tensor, requires_grad: bool, state: Any) -> torch.Tensor:

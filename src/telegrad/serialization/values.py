@@ -4,9 +4,9 @@
     nested    any picklable values, with tensors wherever they are
     by value  the same, made by cloudpickle, for what the callee cannot import (see by_value.py)
 
-Nested, most tensors stand apart: they are sent ahead of the values, as flat ones, and the pickle of the values says only
-where the next one belongs. In a message that is tracked (one sent in a context), all that require grad do, and get their
-history before the values are rebuilt.
+Nested, most tensors stand apart: they are sent ahead of the values, as flat ones, and the pickle of the values says
+only where the next one belongs. In a message that is tracked (one sent in a context), all that require grad do, and get
+their history before the values are rebuilt.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import operator
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
-from .._torch import DisableTorchFunctionSubclass, tree_leaves
+from .._torch import DisableTorchFunctionSubclass, dual_level, tree_leaves
 from ..errors import DecodeError, EncodeError, text_of
 from ..options import SHARED_MEMORY_FROM
 from ..primitives import current
@@ -31,23 +31,24 @@ from ..primitives.interrupts import interruptible, is_interrupt
 from ..transport.base import Buffer, Frames
 from .by_value import ByValuePickler, Dependencies
 from .by_value_cache import Definitions
+from .gathering import gather, rebuild_gathered
 from .handles import Handle
 from .namespaces import Namespaces, is_by_value, is_definition, module_attribute
-from .pickling_state import FEW, Outgoing, unpickling
+from .pickling_state import MANY, Outgoing, unpickling
 from .severed import IN_DEFINITION
 from .tensors import (
     FLAGS,
     NEXT_TENSOR,
     REQUIRES_GRAD,
+    attributes_of,
     describe,
-    gather,
     rebuild,
-    rebuild_gathered,
     reduce_severed,
     reduce_tensor,
     reduce_tracked,
 )
 from .torch_objects import is_named_by_torch, reduce_named_by_torch
+from .transforms import refuse_dual
 
 # Gives received tensors their history.
 Attach = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -91,33 +92,45 @@ class Values:
 
     # -- pickling --------------------------------------------------------------------------------------
 
-    def dump(self, values: tuple[Any, ...], message: Outgoing) -> tuple[bytes, Sequence[Buffer]]:
-        """Values as a pickle, and the large memory beside it.
+    def dump(self, values: Sequence[Any], message: Outgoing, *, apart: bool = False) -> tuple[bytes, Sequence[Buffer]]:
+        """Values as a pickle, and the large memory beside it. `apart`: they are the tensors that stand apart; the
+        pickle is empty if they cannot be flat.
 
         Flat are (the values with None for tensors, {position: tensor's description}). A tensor that is there more than
         once is described once, and then by its first position. Tensors that are alike have one description, by all
         their positions.
         """
         others: list[Any] | None = None
-        for position, value in enumerate(values):
-            kind = type(value)
-            if kind is torch.Tensor:
-                if others is None:
-                    others = list(values)
-                    tensors: dict[Any, Any] = {}
-                    seen: dict[int, int] = {}
-                others[position] = None
-                if (first := seen.setdefault(id(value), position)) != position:
-                    tensors[position] = first
-            elif kind not in _PLAIN:
-                return self._dump_nested(values, message)
-        if others is None:
-            return _FLAT_BYTE + pickle.dumps((values, None), 5), ()
-        if not _describe_all(values, list(seen.values()), tensors, message):
-            return self._dump_nested(values, message)
+        tensors: dict[Any, Any] = {}
+        positions: Collection[int]
+        if apart:
+            others, positions = [None] * len(values), range(len(values))
+        else:
+            for position, value in enumerate(values):
+                kind = type(value)
+                if kind is torch.Tensor and attributes_of(value) is None:
+                    if others is None:
+                        others = list(values)
+                        seen: dict[int, int] = {}
+                    others[position] = None
+                    if (first := seen.setdefault(id(value), position)) != position:
+                        tensors[position] = first
+                elif kind not in _PLAIN:
+                    return self._dump_nested(values, message)
+            if others is None:
+                return _FLAT_BYTE + pickle.dumps((values, None), 5), ()
+            positions = seen.values()
+        left = positions if len(positions) <= MANY else gather(values, positions, tensors, message)
+        for position in left:
+            description = describe(values[position], message)
+            if description is None:  # it has more to it than plain memory
+                return (b"", ()) if apart else self._dump_nested(values, message)
+            tensors[position] = description
         if message.tracked is not None:
-            message.tracked = [values[position] for position in seen.values() if values[position].requires_grad]
-        return _flat(others, tensors)
+            message.tracked = [values[position] for position in positions if values[position].requires_grad]
+        buffers: list[pickle.PickleBuffer] = []
+        pickled = _FLAT_BYTE + pickle.dumps((tuple(others), tensors), 5, buffer_callback=buffers.append)
+        return pickled, [buffer.raw() for buffer in buffers] if buffers else ()
 
     def _dump_nested(self, values: Any, message: Outgoing) -> tuple[bytes, Sequence[Buffer]]:
         """The same for any values."""
@@ -125,27 +138,28 @@ class Values:
         pickled = self._pickle(values, message, buffers, _beside(buffers))
         if not message.apart:
             return pickled, buffers
-        ahead = len(buffers)
         with DisableTorchFunctionSubclass():
-            apart = self._dump_apart(message, buffers)
-        return b"".join((_APART_HEAD.pack(_APART, ahead, len(apart)), apart, pickled)), buffers
+            apart, beside = self.dump(message.apart, message, apart=True)
+            if not apart:
+                apart, beside = self._dump_apart(message)
+        return b"".join((_APART_HEAD.pack(_APART, len(buffers), len(apart)), apart, pickled)), [*buffers, *beside]
 
-    def _dump_apart(self, message: Outgoing, buffers: list[Buffer]) -> bytes:
-        apart, described = message.apart, {}
+    def _dump_apart(self, message: Outgoing) -> tuple[bytes, Sequence[Buffer]]:
+        """The tensors that stand apart, where some have more to them than plain memory: a pickle of them without their
+        history, and of the places of those that are tracked."""
+        apart, buffers = message.apart, list[Buffer]()
+        if dual_level() >= 0:
+            for tensor in apart:
+                refuse_dual(tensor)
         places = [place for place, tensor in enumerate(apart) if tensor.requires_grad]
-        if _describe_all(apart, range(len(apart)), described, message):
-            pickled, beside = _flat([None] * len(apart), described)
-            buffers += beside
-        else:
-            # Some have no plain memory: they are pickled, and the places of those that are tracked.
-            plain = [torch.Tensor._make_subclass(torch.Tensor, tensor, False) for tensor in apart]
-            for tensor, same in zip(apart, plain, strict=True) if message.put else ():
-                if id(tensor) in message.put:  # it lies in device memory already
-                    message.put[id(same)] = same, message.put[id(tensor)][1]
-            message.apart, message.tracked, message.in_place = [], None, sys.maxsize
-            pickled = self._pickle((plain, places), message, buffers, _beside(buffers))
+        plain = [torch.Tensor._make_subclass(torch.Tensor, tensor, False) for tensor in apart]
+        for tensor, same in zip(apart, plain, strict=True) if message.put else ():
+            if id(tensor) in message.put:  # it lies in device memory already
+                message.put[id(same)] = same, message.put[id(tensor)][1]
+        message.apart, message.tracked, message.in_place = [], None, sys.maxsize
+        pickled = self._pickle((plain, places), message, buffers, _beside(buffers))
         message.tracked = [apart[place] for place in places]
-        return pickled
+        return pickled, buffers
 
     def _pickle(
         self, values: Any, message: Outgoing, buffers: list[Buffer], on_buffer: Callable[[Any], Any] | None
@@ -184,7 +198,7 @@ class Values:
         stands_apart, in_modules, is_tracked = message.apart.append, message.in_modules, message.tracked is not None
 
         def reduce(obj: Any) -> Any:
-            if type(obj) is not torch.Tensor or obj.__dict__:
+            if type(obj) is not torch.Tensor or attributes_of(obj) is not None:
                 return self._reduce(obj, message, by_value=by_value)
             if obj.requires_grad:
                 if not is_tracked or (in_modules and id(obj) in in_modules):
@@ -253,12 +267,15 @@ class Values:
             _, ahead, length = _APART_HEAD.unpack_from(pickled)
             start = _APART_HEAD.size + length
             first = pickled[_APART_HEAD.size : start]
-            apart = self.load(first, buffers[ahead:], sender, attach, (), frames, deadline)
+            found = self.load(first, buffers[ahead:], sender, attach, (), frames, deadline)
             if first[0] != _FLAT:
-                apart, places = apart
+                found, places = found
+                tracked = [found[place] for place in places]
                 with torch.inference_mode(False):
-                    _track(apart, places, attach)
-            return self.load(pickled[start:], buffers[:ahead], sender, None, apart, frames, deadline)
+                    history = [tensor.requires_grad_() for tensor in tracked] if attach is None else attach(tracked)
+                for place, tensor in zip(places, history, strict=True):
+                    found[place] = tensor
+            return self.load(pickled[start:], buffers[:ahead], sender, None, found, frames, deadline)
         # What arrives in inference mode is no inference tensor: it may be kept beyond that.
         no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
         with no_inference, unpickling(self, sender, apart, frames, deadline):
@@ -335,60 +352,28 @@ class _Pickler(pickle.Pickler):
         self.reducer_override = reduce  # type: ignore[method-assign]
 
 
-def _describe_all(
-    values: Sequence[Any], positions: Sequence[int], described: dict[Any, Any], message: Outgoing
-) -> bool:
-    """Adds descriptions of the tensors at those positions; False: one of them has more to it than plain memory."""
-    if len(positions) > FEW:
-        together = [values[position] for position in positions]
-        left = set(positions)
-        for places, description in gather(together, message):
-            found = tuple([positions[place] for place in places])
-            left.difference_update(found)
-            described[found] = description
-        positions = sorted(left)
-    for position in positions:
-        description = describe(values[position], message)
-        if description is None:
-            return False
-        described[position] = description
-    return True
-
-
-def _flat(others: list[Any], tensors: dict[Any, Any]) -> tuple[bytes, Sequence[Buffer]]:
-    buffers: list[pickle.PickleBuffer] = []
-    pickled = _FLAT_BYTE + pickle.dumps((tuple(others), tensors), 5, buffer_callback=buffers.append)
-    return pickled, [buffer.raw() for buffer in buffers] if buffers else ()
-
-
 def _unflatten(values: tuple[Any, ...], tensors: dict[Any, Any], attach: Attach | None) -> tuple[Any, ...]:
     found = list(values)
     places: list[int] = []  # of those that are tracked
     for position, description in tensors.items():
         if type(description) is int:
             continue
-        is_tracked = attach is not None and description[FLAGS] & REQUIRES_GRAD
+        is_tracked = attach is not None and bool(description[FLAGS] & REQUIRES_GRAD)
         if type(position) is int:
-            found[position] = rebuild(*description, detached=is_tracked)
+            found[position] = rebuild(*description, detached=is_tracked)  # type: ignore[misc]
             if is_tracked:
                 places.append(position)
         else:
-            for place, tensor in zip(position, rebuild_gathered(len(position), *description, is_tracked), strict=True):
+            for place, tensor in zip(position, rebuild_gathered(len(position), is_tracked, *description), strict=True):
                 found[place] = tensor
             if is_tracked:
                 places += position
     if places:
+        assert attach is not None
         places.sort()
-        _track(found, places, attach)
+        for place, tensor in zip(places, attach([found[place] for place in places]), strict=True):
+            found[place] = tensor
     for position, description in tensors.items():
         if type(description) is int:
             found[position] = found[description]
     return tuple(found)
-
-
-def _track(found: list[Any], places: list[int], attach: Attach | None) -> None:
-    """Gives the tensors at those places their history; without one they are leaves."""
-    tracked = [found[place] for place in places]
-    history = [tensor.requires_grad_() for tensor in tracked] if attach is None else attach(tracked)
-    for place, tensor in zip(places, history, strict=True):
-        found[place] = tensor
