@@ -127,7 +127,9 @@ class Values:
                 return (b"", ()) if apart else self._dump_nested(values, message)
             tensors[position] = description
         if message.tracked is not None:
-            message.tracked = [values[position] for position in positions if values[position].requires_grad]
+            for position in positions:  # a comprehension would be a call, in each message
+                if values[position].requires_grad:
+                    message.tracked.append(values[position])
         buffers: list[pickle.PickleBuffer] = []
         pickled = _FLAT_BYTE + pickle.dumps((tuple(others), tensors), 5, buffer_callback=buffers.append)
         return pickled, [buffer.raw() for buffer in buffers] if buffers else ()
@@ -371,7 +373,7 @@ def _unflatten(values: tuple[Any, ...], tensors: dict[Any, Any], attach: Attach 
     if places:
         assert attach is not None
         places.sort()
-        for place, tensor in zip(places, attach([found[place] for place in places]), strict=True):
+        for place, tensor in zip(places, attach(list(map(found.__getitem__, places))), strict=True):
             found[place] = tensor
     for position, description in tensors.items():
         if type(description) is int:
