@@ -78,6 +78,15 @@ def test_many_that_are_tracked(link, kind):
     assert torch.equal(found_flat[-1], plain[-1])
 
 
+def test_histories_are_given_in_the_order_of_the_values(link):
+    """Also where few are tracked, and the description of those that are alike comes first."""
+    sent = [torch.full((2 + (number == 1),), float(number)).requires_grad_(number < 5) for number in range(12)]
+    for args in (sent, [sent], [[sent[3], *sent[:3], *sent]]):
+        _, noted, given = tracked(link, *args)
+        assert [tensor[0].item() for tensor in given] == [tensor[0].item() for tensor in noted]
+        assert len(noted) == 5
+
+
 def test_what_differs_is_not_taken_for_alike(link):
     same, wide = torch.arange(6.0).reshape(2, 3), torch.rand(2, 1, 3, 3)
     sent: list[Any] = []

@@ -356,24 +356,30 @@ class _Pickler(pickle.Pickler):
 
 def _unflatten(values: tuple[Any, ...], tensors: dict[Any, Any], attach: Attach | None) -> tuple[Any, ...]:
     found = list(values)
-    places: list[int] = []  # of those that are tracked
+    tracked: list[torch.Tensor] = []
+    places: list[int] = []  # of those
     for position, description in tensors.items():
         if type(description) is int:
             continue
-        is_tracked = attach is not None and bool(description[FLAGS] & REQUIRES_GRAD)
+        is_tracked: Any = attach is not None and description[FLAGS] & REQUIRES_GRAD
         if type(position) is int:
-            found[position] = rebuild(*description, detached=is_tracked)  # type: ignore[misc]
+            found[position] = tensor = rebuild(*description, detached=is_tracked)  # type: ignore[misc]
             if is_tracked:
+                tracked.append(tensor)
                 places.append(position)
         else:
-            for place, tensor in zip(position, rebuild_gathered(len(position), is_tracked, *description), strict=True):
+            alike = rebuild_gathered(len(position), is_tracked, *description)
+            for place, tensor in zip(position, alike, strict=True):
                 found[place] = tensor
             if is_tracked:
                 places += position
-    if places:
+                tracked += alike
+    if tracked:
         assert attach is not None
-        places.sort()
-        for place, tensor in zip(places, attach(list(map(found.__getitem__, places))), strict=True):
+        if len(values) > MANY:  # else they are in order
+            places.sort()
+            tracked = [found[place] for place in places]
+        for place, tensor in zip(places, attach(tracked), strict=True):
             found[place] = tensor
     for position, description in tensors.items():
         if type(description) is int:
