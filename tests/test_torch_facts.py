@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import profiler, profiler_legacy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from telegrad import _torch
@@ -252,6 +253,19 @@ def test_a_default_device_is_a_function_mode_of_the_thread() -> None:
     finally:
         torch.set_default_device(None)
     assert _torch.len_torch_function_stack() == 0
+
+
+@fact_of("len_torch_dispatch_stack")
+def test_dispatch_modes_are_the_threads() -> None:
+    class Mode(TorchDispatchMode):
+        pass
+
+    assert _torch.len_torch_dispatch_stack() == 0
+    with Mode():
+        assert _torch.len_torch_dispatch_stack() == 1
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(_torch.len_torch_dispatch_stack).result(10) == 0
+    assert _torch.len_torch_dispatch_stack() == 0
 
 
 @fact_of("is_any_autocast_enabled")

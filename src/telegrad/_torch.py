@@ -42,6 +42,7 @@ transforms = _C._functorch.get_interpreter_stack
 dual_level = partial(getattr, torch.autograd.forward_ad, "_current_level")
 is_any_autocast_enabled = _C._is_any_autocast_enabled
 len_torch_function_stack = _C._len_torch_function_stack
+len_torch_dispatch_stack = _C._len_torch_dispatch_stack
 
 # tensors
 DisableTorchFunctionSubclass = _C.DisableTorchFunctionSubclass

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 
 WORKER_BITS = 15  # ids are worker_id << 48 | counter, and fit a signed 64-bit integer
 COUNTER_BITS = 48

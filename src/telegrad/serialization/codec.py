@@ -16,6 +16,7 @@ thread that happens to encode or decode it. Only a Ctrl-C on the main thread com
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -285,12 +286,12 @@ class Codec(Values):
         it; else they are severed, and the body can always be sent."""
         # It is unpickled by itself, and perhaps never, so it carries nothing.
         message = Outgoing(peer.id, peer.main == self._main, [] if track else None, carried=None, handles=None)
-        message.severed = IN_EXCEPTION
+        message.severed, message.in_place = IN_EXCEPTION, sys.maxsize
         if plain or not track:
             message.in_modules = set()
         try:
             pickled = self._pickle((error,), message, [], None)
-            tensors = tuple(message.tracked) if message.tracked else None
+            tensors = tuple(message.apart) if message.apart else None
         except BaseException as failed:
             if is_interrupt(failed):
                 raise
@@ -309,7 +310,7 @@ class Codec(Values):
         error = None
         if failure.exception:
             try:
-                (error,) = self.load(memoryview(failure.exception), [], tracked=failure.tensors or ())
+                (error,) = self.load(memoryview(failure.exception), [], apart=failure.tensors or ())
             except BaseException as failed:
                 if is_interrupt(failed):
                     raise

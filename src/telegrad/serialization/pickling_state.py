@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from .values import Values
 
 
+MANY = 6  # tensors; up to so many are described faster one by one
+
+
 class Outgoing(msgspec.Struct, eq=False):
     """A message that is being pickled."""
 
@@ -33,6 +36,9 @@ class Outgoing(msgspec.Struct, eq=False):
     keep: list[Any] = []  # what the memory of tensors belongs to
     carried: list[Definition] | None = []  # None: it cannot carry any
     handles: list[Handle] | None = []  # None: it cannot carry any
+    # Tensors that the pickle of the values only counts: those that are tracked, and what is plain after the first few.
+    apart: list[torch.Tensor] = []
+    in_place: int = 10  # how many more plain ones the pickle describes itself
     # The addresses of tensors in modules, which are not tracked outside of contexts nor in exceptions; else None.
     in_modules: set[int] | None = None
     copies_parameters: bool = False  # parameters are not tracked either: they arrive as leaves
@@ -43,16 +49,16 @@ class Outgoing(msgspec.Struct, eq=False):
 
 class unpickling:
     """A message that this thread unpickles: which worker it came to, from which other one (None: from none), and its
-    tracked tensors, which have their history already. Pickle has no place to hand this to the functions that it
-    calls. A constructor that is called meanwhile may make calls of its own, so these nest."""
+    tensors that stand apart, with the history of those that are tracked. Pickle has no place to hand this to the
+    functions that it calls. A constructor that is called meanwhile may make calls of its own, so these nest."""
 
     def __init__(
-        self, at: Values, sender: int | None, tracked: Sequence[torch.Tensor] = (), frames: Frames | None = None,
+        self, at: Values, sender: int | None, apart: Sequence[torch.Tensor] = (), frames: Frames | None = None,
         deadline: float | None = None,
     ) -> None:  # fmt: skip
         self.at = at
         self.sender = sender
-        self.tracked = tracked
+        self.take = iter(apart).__next__  # they are taken in the order in which they stand
         self.frames = frames  # of a message with tensors in device memory
         self.deadline = deadline  # of the call that it belongs to
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ from .pickling_state import Outgoing, arriving
 from .severed import severed
 from .transforms import refuse_dual, without_memory
 
-_DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-_DTYPE_NAMES = {v: k for k, v in _DTYPES.items()}
+DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+_DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
 
 REQUIRES_GRAD, _CONJ, _NEG = 1, 2, 4
 FLAGS = 4  # their place in a description
@@ -51,7 +52,10 @@ _array_type = functools.lru_cache(maxsize=4096)(lambda nbytes: ctypes.c_char * n
 _copied = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyByteArray_FromStringAndSize", ctypes.pythonapi)
 )
-_EXPANDED_FROM = 4096  # bytes; what is smaller is packed faster than it is taken apart
+EXPANDED_FROM = 4096  # bytes; what is smaller is packed faster than it is taken apart
+
+# Of a tensor of torch's own classes; None if it has none. To ask for its __dict__ would make one.
+attributes_of = object.__getstate__
 
 _BY_ROW = {torch.sparse_csr, torch.sparse_bsr}
 _BY_COLUMN = {torch.sparse_csc, torch.sparse_bsc}
@@ -71,7 +75,7 @@ def reduce_tensor(tensor: torch.Tensor, message: Outgoing) -> Any:
     which device are to arrive; None: on the device of the same name.
     """
     kind = type(tensor)
-    if kind is torch.Tensor and not tensor.__dict__:
+    if kind is torch.Tensor and attributes_of(tensor) is None:
         return _reduce_plain(tensor, message)
     with DisableTorchFunctionSubclass():
         if dual_level() >= 0:
@@ -86,9 +90,48 @@ def reduce_tensor(tensor: torch.Tensor, message: Outgoing) -> Any:
         return _rebuild_subclass, (kind, plain, tensor.requires_grad, _state(tensor))
 
 
-def reduce_tracked(tensor: torch.Tensor, tracked: list[torch.Tensor]) -> Any:
-    """How pickle should save a tensor that requires grad, in a message whose gradients will be asked for: by its
-    place among the tracked ones, where it is put.
+class _Next:
+    """Stands, in a pickle, for a function that returns the next of the tensors that stand apart."""
+
+    def __init__(self, make: Callable[[], Callable[[], torch.Tensor]]) -> None:
+        self._make = make  # that function, where the pickle arrives
+
+    def __call__(self) -> torch.Tensor:  # pickle wants to know that it can be called
+        raise NotImplementedError
+
+    def __reduce__(self) -> Any:
+        return self._make, ()
+
+
+def _next_tensor() -> Callable[[], torch.Tensor]:
+    return arriving().take
+
+
+def _next_parameter() -> Callable[[], torch.Tensor]:
+    take = arriving().take
+    return lambda: _with_class(torch.nn.Parameter, take(), None)
+
+
+# How pickle saves what stands apart. Nothing is allocated for a tensor: pickles are read in the order in which they are
+# written, and the tensors are in that order, too.
+NEXT_TENSOR = (_Next(_next_tensor), ())
+_NEXT_PARAMETER = (_Next(_next_parameter), ())
+
+
+class _Plain:
+    """A tensor that stands apart without its class and attributes, which are in the pickle."""
+
+    def __init__(self, tensor: torch.Tensor, apart: list[torch.Tensor]) -> None:
+        self._tensor, self._apart = tensor, apart
+
+    def __reduce__(self) -> Any:
+        self._apart.append(self._tensor)
+        return NEXT_TENSOR
+
+
+def reduce_tracked(tensor: torch.Tensor, apart: list[torch.Tensor]) -> Any:
+    """How pickle should save a tensor that requires grad, in a message whose gradients will be asked for: it stands
+    apart.
 
     Raises:
         EncodeError: it is of a kind that gradients cannot be followed through.
@@ -96,9 +139,12 @@ def reduce_tracked(tensor: torch.Tensor, tracked: list[torch.Tensor]) -> Any:
     kind = type(tensor)
     if dual_level() >= 0:
         refuse_dual(tensor)
-    if kind is torch.Tensor and not tensor.__dict__:
-        tracked.append(tensor)
-        return _at, (len(tracked) - 1,)
+    if kind is torch.Tensor and attributes_of(tensor) is None:
+        apart.append(tensor)
+        return NEXT_TENSOR
+    if kind is torch.nn.Parameter and attributes_of(tensor) is None:
+        apart.append(tensor)
+        return _NEXT_PARAMETER
     if isinstance(tensor, UninitializedTensorMixin):
         return NotImplemented  # it has no values yet, and so no gradient
     with DisableTorchFunctionSubclass():
@@ -107,8 +153,7 @@ def reduce_tracked(tensor: torch.Tensor, tracked: list[torch.Tensor]) -> Any:
                 f"a {kind.__name__} that requires grad cannot be followed to another worker: its class says itself how "
                 "it is saved. Send the plain tensors that it is made of, or its detach()"
             )
-        tracked.append(tensor)
-        return _subclass_at, (kind, len(tracked) - 1, _state(tensor))
+        return _with_class, (kind, _Plain(tensor, apart), _state(tensor))
 
 
 def reduce_severed(tensor: torch.Tensor, why: str) -> Any:
@@ -131,14 +176,6 @@ def reduce_severed(tensor: torch.Tensor, why: str) -> Any:
 
 def _rebuild_severed(kind: type[torch.Tensor], plain: torch.Tensor, state: Any, why: str) -> torch.Tensor:
     return _with_class(kind, severed(plain, why), state)
-
-
-def _at(place: int) -> torch.Tensor:
-    return arriving().tracked[place]
-
-
-def _subclass_at(kind: type[torch.Tensor], place: int, state: Any) -> torch.Tensor:
-    return _with_class(kind, arriving().tracked[place], state)
 
 
 def _with_class(kind: type[torch.Tensor], tensor: torch.Tensor, state: Any) -> torch.Tensor:
@@ -176,7 +213,7 @@ def describe(tensor: torch.Tensor, message: Outgoing) -> tuple[Any, ...] | None:
         UnmappedDeviceError: the message's targets are strict, and the tensor's device is not among them.
         EncodeError: a CUDA graph is being captured; or the tensor has no memory, or a tangent: see transforms.py.
     """
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.__dict__:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return None
     if dual_level() >= 0:
         refuse_dual(tensor)
@@ -206,7 +243,7 @@ def describe(tensor: torch.Tensor, message: Outgoing) -> tuple[Any, ...] | None:
             if not _is_dense(tensor):
                 tensor = tensor.contiguous()
                 stride = tensor.stride()
-        elif tensor.nbytes < _EXPANDED_FROM:
+        elif tensor.nbytes < EXPANDED_FROM:
             tensor = tensor.contiguous()
             stride = tensor.stride()
         else:
@@ -257,7 +294,7 @@ def rebuild(
     detached: bool = False,
 ) -> torch.Tensor:
     """The tensor that `describe` described; `detached`, whether or not it required grad."""
-    dtype = _DTYPES[dtype_name]
+    dtype = DTYPES[dtype_name]
     if type(memory) is int:
         tensor = take_from_lane(memory, device).view(dtype)
         if len(shape) != 1 or stride != (1,):

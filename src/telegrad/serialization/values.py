@@ -4,8 +4,9 @@
     nested    any picklable values, with tensors wherever they are
     by value  the same, made by cloudpickle, for what the callee cannot import (see by_value.py)
 
-In a message that is tracked (one sent in a context), the tensors that require grad stand apart: they are rebuilt first,
-get their history, and then take their places among the values.
+Nested, most tensors stand apart: they are sent ahead of the values, as flat ones, and the pickle of the values says
+only where the next one belongs. In a message that is tracked (one sent in a context), all that require grad do, and get
+their history before the values are rebuilt.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import io
 import operator
 import pickle
 import struct
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
-from .._torch import DisableTorchFunctionSubclass, tree_leaves
+from .._torch import DisableTorchFunctionSubclass, dual_level, tree_leaves
 from ..errors import DecodeError, EncodeError, text_of
 from ..options import SHARED_MEMORY_FROM
 from ..primitives import current
@@ -29,19 +31,31 @@ from ..primitives.interrupts import interruptible, is_interrupt
 from ..transport.base import Buffer, Frames
 from .by_value import ByValuePickler, Dependencies
 from .by_value_cache import Definitions
+from .gathering import gather, rebuild_gathered
 from .handles import Handle
 from .namespaces import Namespaces, is_by_value, is_definition, module_attribute
-from .pickling_state import Outgoing, unpickling
+from .pickling_state import MANY, Outgoing, unpickling
 from .severed import IN_DEFINITION
-from .tensors import FLAGS, REQUIRES_GRAD, describe, rebuild, reduce_severed, reduce_tensor, reduce_tracked
+from .tensors import (
+    FLAGS,
+    NEXT_TENSOR,
+    REQUIRES_GRAD,
+    attributes_of,
+    describe,
+    rebuild,
+    reduce_severed,
+    reduce_tensor,
+    reduce_tracked,
+)
 from .torch_objects import is_named_by_torch, reduce_named_by_torch
+from .transforms import refuse_dual
 
 # Gives received tensors their history.
 Attach = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 _FLAT = 1  # the first byte of flat values; a pickle's is 0x80
 _FLAT_BYTE = b"\x01"
-_APART = 2  # the first byte where tracked tensors come before the values
+_APART = 2  # the first byte where tensors come before the values
 _APART_HEAD = struct.Struct("<BIQ")  # that, the buffers of the values, the length of the tensors' pickle
 _PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))
 
@@ -78,79 +92,95 @@ class Values:
 
     # -- pickling --------------------------------------------------------------------------------------
 
-    def dump(self, values: tuple[Any, ...], message: Outgoing) -> tuple[bytes, Sequence[Buffer]]:
-        """Values as a pickle, and the large memory beside it.
+    def dump(self, values: Sequence[Any], message: Outgoing, *, apart: bool = False) -> tuple[bytes, Sequence[Buffer]]:
+        """Values as a pickle, and the large memory beside it. `apart`: they are the tensors that stand apart; the
+        pickle is empty if they cannot be flat.
 
         Flat are (the values with None for tensors, {position: tensor's description}). A tensor that is there more than
-        once is described once, and then by its first position.
+        once is described once, and then by its first position. Tensors that are alike have one description, by all
+        their positions.
         """
         others: list[Any] | None = None
-        for position, value in enumerate(values):
-            kind = type(value)
-            if kind is torch.Tensor:
-                if others is None:
-                    others = list(values)
-                    tensors: dict[int, Any] = {}
-                    seen: dict[int, int] = {}
-                    tracked: list[torch.Tensor] = []
-                others[position] = None
-                if id(value) in seen:
-                    tensors[position] = seen[id(value)]
-                    continue
-                description = describe(value, message)
-                if description is None:
-                    return self.dump_nested(values, message, in_band=False)
-                tensors[position] = description
-                seen[id(value)] = position
-                if value.requires_grad:
-                    tracked.append(value)
-            elif kind not in _PLAIN:
-                return self.dump_nested(values, message, in_band=False)
-        if others is None:
-            return _FLAT_BYTE + pickle.dumps((values, None), 5), ()
-        if tracked and message.tracked is not None:
-            message.tracked = tracked
+        tensors: dict[Any, Any] = {}
+        positions: Collection[int]
+        if apart:
+            others, positions = [None] * len(values), range(len(values))
+        else:
+            for position, value in enumerate(values):
+                kind = type(value)
+                if kind is torch.Tensor and attributes_of(value) is None:
+                    if others is None:
+                        others = list(values)
+                        seen: dict[int, int] = {}
+                    others[position] = None
+                    if (first := seen.setdefault(id(value), position)) != position:
+                        tensors[position] = first
+                elif kind not in _PLAIN:
+                    return self._dump_nested(values, message)
+            if others is None:
+                return _FLAT_BYTE + pickle.dumps((values, None), 5), ()
+            positions = seen.values()
+        left = positions if len(positions) <= MANY else gather(values, positions, tensors, message)
+        for position in left:
+            description = describe(values[position], message)
+            if description is None:  # it has more to it than plain memory
+                return (b"", ()) if apart else self._dump_nested(values, message)
+            tensors[position] = description
+        if message.tracked is not None:
+            for position in positions:  # a comprehension would be a call, in each message
+                if values[position].requires_grad:
+                    message.tracked.append(values[position])
         buffers: list[pickle.PickleBuffer] = []
         pickled = _FLAT_BYTE + pickle.dumps((tuple(others), tensors), 5, buffer_callback=buffers.append)
         return pickled, [buffer.raw() for buffer in buffers] if buffers else ()
 
-    def dump_nested(self, values: Any, message: Outgoing, *, in_band: bool) -> tuple[bytes, Sequence[Buffer]]:
-        """The same for any values. `in_band`: large memory goes into the pickle, too."""
+    def _dump_nested(self, values: Any, message: Outgoing) -> tuple[bytes, Sequence[Buffer]]:
+        """The same for any values."""
         buffers: list[Buffer] = []
-        on_buffer = None if in_band else _beside(buffers)
-        pickled = self._pickle(values, message, buffers, on_buffer)
-        if not message.tracked:
+        pickled = self._pickle(values, message, buffers, _beside(buffers))
+        if not message.apart:
             return pickled, buffers
-        ahead = len(buffers)
-        tracked, message.tracked = message.tracked, None
         with DisableTorchFunctionSubclass():
-            plain = [torch.Tensor._make_subclass(torch.Tensor, tensor, False) for tensor in tracked]
-        for tensor, same in zip(tracked, plain, strict=True) if message.put else ():
+            apart, beside = self.dump(message.apart, message, apart=True)
+            if not apart:
+                apart, beside = self._dump_apart(message)
+        return b"".join((_APART_HEAD.pack(_APART, len(buffers), len(apart)), apart, pickled)), [*buffers, *beside]
+
+    def _dump_apart(self, message: Outgoing) -> tuple[bytes, Sequence[Buffer]]:
+        """The tensors that stand apart, where some have more to them than plain memory: a pickle of them without their
+        history, and of the places of those that are tracked."""
+        apart, buffers = message.apart, list[Buffer]()
+        if dual_level() >= 0:
+            for tensor in apart:
+                refuse_dual(tensor)
+        places = [place for place, tensor in enumerate(apart) if tensor.requires_grad]
+        plain = [torch.Tensor._make_subclass(torch.Tensor, tensor, False) for tensor in apart]
+        for tensor, same in zip(apart, plain, strict=True) if message.put else ():
             if id(tensor) in message.put:  # it lies in device memory already
                 message.put[id(same)] = same, message.put[id(tensor)][1]
-        apart = self._pickle(plain, message, buffers, on_buffer)
-        message.tracked = tracked
-        return b"".join((_APART_HEAD.pack(_APART, ahead, len(apart)), apart, pickled)), buffers
+        message.apart, message.tracked, message.in_place = [], None, sys.maxsize
+        pickled = self._pickle((plain, places), message, buffers, _beside(buffers))
+        message.tracked = [apart[place] for place in places]
+        return pickled, buffers
 
     def _pickle(
         self, values: Any, message: Outgoing, buffers: list[Buffer], on_buffer: Callable[[Any], Any] | None
     ) -> bytes:
         already = len(buffers)
         file = io.BytesIO()
-        pickler: pickle.Pickler = _Pickler(file, on_buffer, lambda obj: self._reduce(obj, message, by_value=False))
+        pickler: pickle.Pickler = _Pickler(file, on_buffer, self._reducer(message, by_value=False))
         try:
             interruptible(pickler.dump, values)
             return file.getvalue()
         except (_ByValueError, pickle.PicklingError, AttributeError, TypeError):
             pass  # and now with cloudpickle
         del buffers[already:]
-        for noted in (message.tracked, message.handles):
+        for noted in (message.apart, message.handles):
             if noted:
                 noted.clear()
         file = io.BytesIO()
-        pickler = ByValuePickler(
-            file, on_buffer, self.namespaces, lambda obj: self._reduce(obj, message, by_value=True), Dependencies()
-        )
+        reduce = self._reducer(message, by_value=True)
+        pickler = ByValuePickler(file, on_buffer, self.namespaces, reduce, Dependencies())
         interruptible(pickler.dump, values)
         return file.getvalue()
 
@@ -164,6 +194,24 @@ class Values:
         except BaseException as error:
             raise EncodeError(reason_of(error)) from error
         return file.getvalue()
+
+    def _reducer(self, message: Outgoing, *, by_value: bool) -> Callable[[Any], Any]:
+        """How pickle should save the objects of a message. Most of many are plain tensors."""
+        stands_apart, in_modules, is_tracked = message.apart.append, message.in_modules, message.tracked is not None
+
+        def reduce(obj: Any) -> Any:
+            if type(obj) is not torch.Tensor or attributes_of(obj) is not None:
+                return self._reduce(obj, message, by_value=by_value)
+            if obj.requires_grad:
+                if not is_tracked or (in_modules and id(obj) in in_modules):
+                    return _reduce_data(obj, message)
+            elif message.in_place > 0:
+                message.in_place -= 1
+                return _reduce_data(obj, message)
+            stands_apart(obj)
+            return NEXT_TENSOR
+
+        return reduce
 
     def _reduce(self, obj: Any, message: Outgoing, *, by_value: bool) -> Any:
         """How pickle should save an object; NotImplemented: in its own way."""
@@ -185,7 +233,7 @@ class Values:
             else:
                 follows = not message.in_modules or id(obj) not in message.in_modules
             if follows:
-                return reduce_tracked(obj, message.tracked)
+                return reduce_tracked(obj, message.apart)
         elif message.in_modules is not None and isinstance(obj, torch.nn.Module):
             for part in obj.modules():  # not parameters(): a RemoteModule asks its worker for them
                 for members in (vars(part).get("_parameters"), vars(part).get("_buffers")):
@@ -200,7 +248,7 @@ class Values:
         buffers: Sequence[Buffer],
         sender: int | None = None,
         attach: Attach | None = None,
-        tracked: Sequence[torch.Tensor] = (),
+        apart: Sequence[torch.Tensor] = (),
         frames: Frames | None = None,
         deadline: float | None = None,
     ) -> Any:
@@ -220,15 +268,19 @@ class Values:
         if pickled[0] == _APART:
             _, ahead, length = _APART_HEAD.unpack_from(pickled)
             start = _APART_HEAD.size + length
-            apart = self.load(
-                pickled[_APART_HEAD.size : start], buffers[ahead:], sender, frames=frames, deadline=deadline
-            )
-            with torch.inference_mode(False):
-                tracked = [tensor.requires_grad_() for tensor in apart] if attach is None else attach(apart)
-            return self.load(pickled[start:], buffers[:ahead], sender, None, tracked, frames, deadline)
+            first = pickled[_APART_HEAD.size : start]
+            found = self.load(first, buffers[ahead:], sender, attach, (), frames, deadline)
+            if first[0] != _FLAT:
+                found, places = found
+                tracked = [found[place] for place in places]
+                with torch.inference_mode(False):
+                    history = [tensor.requires_grad_() for tensor in tracked] if attach is None else attach(tracked)
+                for place, tensor in zip(places, history, strict=True):
+                    found[place] = tensor
+            return self.load(pickled[start:], buffers[:ahead], sender, None, found, frames, deadline)
         # What arrives in inference mode is no inference tensor: it may be kept beyond that.
         no_inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with no_inference, unpickling(self, sender, tracked, frames, deadline):
+        with no_inference, unpickling(self, sender, apart, frames, deadline):
             return interruptible(partial(pickle.loads, pickled, buffers=buffers))
 
     def of_main(self, sender: int | None, qualname: str, deadline: float | None) -> Any:
@@ -302,22 +354,33 @@ class _Pickler(pickle.Pickler):
         self.reducer_override = reduce  # type: ignore[method-assign]
 
 
-def _unflatten(values: tuple[Any, ...], tensors: dict[int, Any], attach: Attach | None) -> tuple[Any, ...]:
+def _unflatten(values: tuple[Any, ...], tensors: dict[Any, Any], attach: Attach | None) -> tuple[Any, ...]:
     found = list(values)
     tracked: list[torch.Tensor] = []
     places: list[int] = []  # of those
     for position, description in tensors.items():
         if type(description) is int:
             continue
-        if attach is not None and description[FLAGS] & REQUIRES_GRAD:
-            tracked.append(rebuild(*description, detached=True))  # type: ignore[misc]
-            places.append(position)
+        is_tracked: Any = attach is not None and description[FLAGS] & REQUIRES_GRAD
+        if type(position) is int:
+            found[position] = tensor = rebuild(*description, detached=is_tracked)  # type: ignore[misc]
+            if is_tracked:
+                tracked.append(tensor)
+                places.append(position)
         else:
-            found[position] = rebuild(*description)
+            alike = rebuild_gathered(len(position), is_tracked, *description)
+            for place, tensor in zip(position, alike, strict=True):
+                found[place] = tensor
+            if is_tracked:
+                places += position
+                tracked += alike
     if tracked:
         assert attach is not None
-        for position, tensor in zip(places, attach(tracked), strict=True):
-            found[position] = tensor
+        if len(values) > MANY:  # else they are in order
+            places.sort()
+            tracked = [found[place] for place in places]
+        for place, tensor in zip(places, attach(tracked), strict=True):
+            found[place] = tensor
     for position, description in tensors.items():
         if type(description) is int:
             found[position] = found[description]
