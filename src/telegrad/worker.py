@@ -89,7 +89,7 @@ class Worker:
             member.name, self._lease, self._pending, self._threads, self.events, self._peers.name_of,
             receive=self.receive, on_expired=self._on_expired, on_lost=self.on_lost, on_marked=self.recorder.on_read,
             merge=self.attach.merge, arrive=self.references.incoming, on_control=self._on_control,
-            on_ends=lambda peer, envelope: self.engine.on_ends(peer, envelope),
+            on_ends=lambda *told: self.engine.on_ends(*told),
         )  # fmt: skip
         # For gradients and references (gradients/host.py):
         self.submit = self._threads.submit
@@ -103,8 +103,7 @@ class Worker:
         self.creations = Creations(self, self.calls)
         self._self_ends = loopback(hello, self._lease, options)
         self._peers.know_self(member, self._self_ends[0])
-        self.post, self.decode_error = self.calls.post, self.calls.error_of  # for gradients as well
-        self.encode_error = self.calls.failure_of
+        self.post, self.decode_error, self.encode_error = self.calls.post, self.calls.error_of, self.calls.failure_of
 
     @classmethod
     def start(
@@ -200,9 +199,7 @@ class Worker:
             if packed.handles or self.references.let_go_here or self.references.to_go_back:
                 entries = [handle.entry for handle in packed.handles] if packed.handles else ()
                 self.references.outgoing(envelope, entries, connection.peer.id)
-            if plain.dead or plain.to_forget:
-                envelope.forgotten = plain.outgoing(connection.peer.id)
-            if self.engine.ends.untold:
+            if plain.dead or plain.to_forget or self.engine.ends.untold:
                 self.engine.ends.outgoing(envelope, connection.peer.id)
             if call is not None:
                 counted = sum(map(len, packed.buffers)) + OVERHEAD_BYTES
@@ -224,12 +221,10 @@ class Worker:
             written = nbytes >= 0 or isinstance(error, HandedOverError)
             if not written:
                 self.attach.not_written(envelope, connection.peer.id)
-                if envelope.ended or envelope.released:
-                    self.engine.ends.not_written(envelope, connection.peer.id)
+                self.engine.ends.not_written(envelope, connection.peer.id)
                 if envelope.lent or envelope.dropped:
                     self.references.not_written(envelope, connection.peer.id)
-                if self._codec.unanswered:
-                    self._codec.not_sent(envelope)
+                self._codec.not_sent(envelope)
             if connection.device_lane is not None:
                 connection.device_lane.after_write(envelope.placed, envelope.lane, written=written)
             if self.events.subscribers:

@@ -145,9 +145,6 @@ class Attach:
     def not_written(self, envelope: Envelope, to: int) -> None:
         """Forgets the Sends of a message that was not sent: no gradients will come for them."""
         autograd = envelope.autograd
-        if envelope.forgotten:
-            self._plain.not_written(envelope.forgotten, to)
-            envelope.forgotten = ()  # it may be sent again
         if autograd is None:
             return
         if not autograd.context:

@@ -50,6 +50,7 @@ from .rooted_pass import RootedPass, late_error, looking_time, moves, raise_erro
 from .torch_modes import current_modes
 
 Result = TypeVar("Result")
+_LATE = "%s came after the end of pass %d"
 
 
 class Engine:
@@ -64,7 +65,7 @@ class Engine:
         self._roots: dict[int, RootedPass] = {}  # by id; its single operations are atomic
         self.parts = Parts(member, contexts, host, self._on_report_here)
         self._planner = Planner(member.id, contexts, host)
-        self.ends = Ends(host)
+        self.ends = Ends(host, contexts.plain)
         contexts.plain.start(host)
 
     def open(self, *, plain: bool) -> None:
@@ -158,22 +159,20 @@ class Engine:
             if thread.is_main and getsignal(SIGINT) is not on_signal:
                 guard()
             began = clock.now()
-            context: Context
-            gradients: Sequence[Gradient]
-            leaves: Sequence[Any]
-            checkpoints: Sequence[Any]
+            context: Context = self._contexts.plain
+            starts, gradients = tensors, given or ()
+            leaves: Sequence[Any] = ()
+            checkpoints: Sequence[Any] = ()
             if context_id:
                 context = self._contexts.live.get(context_id) or self._contexts.get(context_id)
                 edges, starts, gradients = checked_roots(tensors, given)
                 with context.lock:
                     reach, leaves, checkpoints = context.graph.walk_once(edges)
             else:  # torch has checked the roots, and its own accumulation runs here
-                context, starts, gradients = self._contexts.plain, tensors, given or ()
                 edges = [edge_of(tensor) for tensor in tensors]
                 graph = Graph(self._contexts.plain.new_group, marks=True)
                 reach = graph.walk(edges)
                 graph.clear()
-                leaves = checkpoints = ()
                 for member in reach:
                     if type(member) is Past:
                         self._planner.check_own(member)
@@ -272,11 +271,7 @@ class Engine:
             match instruction:
                 case Finish(workers):
                     try:  # the others first: adding this worker's gradients up may fail
-                        if root.begin.into_grad:
-                            self._end_at_once(root.begin.pass_id, workers)
-                        else:
-                            for worker in workers:
-                                self.ends.add(worker, passes=(root.begin.pass_id,))
+                        self._tell_end(root.begin, workers)
                     finally:
                         if (local := self.parts.passes.get(root.begin.pass_id)) is not None:
                             self.parts.end(local, "")
@@ -284,31 +279,23 @@ class Engine:
                     if (local := self.parts.passes.get(root.begin.pass_id)) is not None:
                         self.parts.end(local, reason)
                     # Not by this thread: a worker that takes nothing must not hold up the error.
-                    self.host.submit(partial(self._tell_end, root.begin.pass_id, workers, reason))
+                    self.host.submit(partial(self.ends.tell_pass, root.begin.pass_id, workers, reason))
                 case Complete(error, worker):
                     root.error, root.worker = error, worker
                     if not root.waiter.done:
                         root.waiter.set_done()
                 case Late(what):
-                    self._log_late(what, root.begin.pass_id)
+                    log_by(self.host.submit, logging.INFO, _LATE, what, root.begin.pass_id)
 
-    def _end_at_once(self, pass_id: int, workers: Sequence[int]) -> None:
+    def _tell_end(self, begin: Begin, workers: Sequence[int]) -> None:
+        if not begin.into_grad:
+            self.ends.add(workers, passes=(begin.pass_id,))
+            return
         try:
             if len(in_process.engines) > 1:
-                workers = in_process.finish(self, pass_id, workers)
+                workers = in_process.finish(self, begin.pass_id, workers)
         finally:  # also after Ctrl-C: to those that have ended it, it is no news
-            self._tell_end(pass_id, workers, "")
-
-    def _tell_end(self, pass_id: int, workers: Sequence[int], aborted: str) -> None:
-        left = list(workers)
-        try:
-            while left:
-                tell(self.host, left[0], Kind.END, End(pass_id, aborted))
-                left.pop(0)
-        except BaseException:  # Ctrl-C: the workers that were not told yet must hear of it all the same
-            if left:
-                self.host.submit(partial(self._tell_end, pass_id, left, aborted))
-            raise
+            self.ends.tell_pass(begin.pass_id, workers, "")
 
     # -- messages --------------------------------------------------------------------------------------
 
@@ -330,9 +317,7 @@ class Engine:
             case Done(pass_id, failure):
                 return self._on_done(peer, pass_id, failure)
             case End(pass_id, aborted):
-                if pass_id >> COUNTER_BITS == peer:
-                    return self.parts.on_end(pass_id, aborted)
-                self.parts.disbelieve(peer, f"the end of pass {pass_id}, whose root it is not")
+                return self._on_end(peer, pass_id, aborted)
             case Forget(ids):
                 return self.plain.on_forgotten(peer, ids)
             case Release(context_id):
@@ -341,14 +326,15 @@ class Engine:
 
     def on_ends(self, peer: int, envelope: Envelope) -> Task | None:
         """Takes the ends that a message tells of, in the same way, and before anything else of it."""
-        tasks: list[Task] = []
-        for pass_id in envelope.ended:
-            if pass_id >> COUNTER_BITS != peer:
-                self.parts.disbelieve(peer, f"the end of pass {pass_id}, whose root it is not")
-            elif (task := self.parts.on_end(pass_id, "")) is not None:
-                tasks.append(task)
+        tasks = [task for pass_id in envelope.ended if (task := self._on_end(peer, pass_id, "")) is not None]
         tasks += [partial(self._on_release, context_id, peer) for context_id in envelope.released]
-        return tasks[0] if len(tasks) == 1 else partial(run_all, tasks) if tasks else None
+        return partial(run_all, tasks) if tasks else None
+
+    def _on_end(self, peer: int, pass_id: int, aborted: str) -> Task | None:
+        if pass_id >> COUNTER_BITS == peer:
+            return self.parts.on_end(pass_id, aborted)
+        self.parts.disbelieve(peer, f"the end of pass {pass_id}, whose root it is not")
+        return None
 
     def _on_begin(self, peer: int, begin: Begin, depth: int) -> Task | None:
         if begin.pass_id >> COUNTER_BITS == peer:
@@ -360,7 +346,7 @@ class Engine:
         """Takes the report of a participant, or of this worker's own part."""
         root = self._roots.get(pass_id)
         if root is None:
-            self._log_late(f"the report of worker {peer}", pass_id)
+            log_by(self.host.submit, logging.INFO, _LATE, f"the report of worker {peer}", pass_id)
         elif peer not in root.state.others and peer != self.id:
             self.parts.disbelieve(peer, f"a report of pass {pass_id}, which it has no part in")
         elif failure is not None:
@@ -373,9 +359,6 @@ class Engine:
             if instructions:
                 root.waiter.set_done()
         return None
-
-    def _log_late(self, what: str, pass_id: int) -> None:
-        log_by(self.host.submit, logging.INFO, "%s came after the end of pass %d", what, pass_id)
 
     def _on_failed(self, root: RootedPass, peer: int, failure: Failure) -> None:
         name = self.host.name_of(peer)
@@ -404,8 +387,8 @@ class Engine:
         if context is None:
             return set()
         others = context.known_workers - {told_by, self.id, context_id >> COUNTER_BITS}
-        for worker in others if tell_others else ():
-            self.ends.add(worker, contexts=(context_id,))
+        if tell_others:
+            self.ends.add(others, contexts=(context_id,))
         if self.parts.passes:
             ended = UnknownContextError(f"context {context_id} ended while its backward pass ran")
             self._end(self.parts.of_context(context_id), ended)
