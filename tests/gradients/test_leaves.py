@@ -165,7 +165,9 @@ def test_where_references_say_nothing_every_gradient_is_copied(monkeypatch, coun
     """As on a torch that counts otherwise: the same for all gradients, or never the same."""
     if way == "engine":
         module = captured
-        monkeypatch.setattr(module, "_references", lambda gradients, count: [counted() for _ in gradients[:count]])
+        monkeypatch.setattr(
+            module, "_look_at", lambda gradients, count: [(counted(), id(one)) for one in gradients[:count]]
+        )
     else:
         module = leaves
         monkeypatch.setattr(module, "_references", lambda gradients: counted())

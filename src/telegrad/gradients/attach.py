@@ -22,9 +22,11 @@ from ..options import reversed_map
 from ..primitives import current
 from .contexts import Context, Contexts, Sent
 from .local_graph import NOTHING, Graph
-from .nodes import copies_of, make_recvs
+from .nodes import LEAST_COPIED, copies_of, make_recvs
 from .pasts import Member, Past, carried, ids_of, rebuilt
 from .plain import Undecoded
+
+_NO_COPIES: dict[int, torch.Tensor] = {}
 
 
 class Link(Protocol):
@@ -72,7 +74,7 @@ class Attach:
         sent: list[Sent] = []
         own: list[LogEntry] = []
         depends_on: list[int] = []
-        copies, graph, last = copies_of(tensors), context.graph, NOTHING
+        copies, graph, last = _NO_COPIES if count < LEAST_COPIED else copies_of(tensors), context.graph, NOTHING
         reach: tuple[int, ...] = ()
         with context.lock:
             for place, tensor in enumerate(tensors):
@@ -105,7 +107,8 @@ class Attach:
         sent: list[Sent] = []
         own: list[LogEntry] = []
         depends_on: list[Member] = []
-        count, copies, last = len(tensors), copies_of(tensors), NOTHING
+        count, last = len(tensors), NOTHING
+        copies = _NO_COPIES if count < LEAST_COPIED else copies_of(tensors)
         members: tuple[Member, ...] = ()
         ids: tuple[int, ...] = ()
         for place, tensor in enumerate(tensors):

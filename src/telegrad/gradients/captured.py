@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from functools import partial
+from itertools import islice, repeat
+from operator import attrgetter
 from sys import getrefcount
 from typing import Any
 
@@ -24,8 +26,6 @@ from .._torch import run_backward, set_grad_enabled
 from .averaged import averaged
 from .leaves import GradientTable, Leaf, own
 from .node_hooks import have_no_hooks
-
-_new_edge: Any = tuple.__new__  # that of a NamedTuple is Python code
 
 
 class Captured:
@@ -40,7 +40,7 @@ class Captured:
     @classmethod
     def of(cls, nodes: Iterable[Any]) -> Captured | None:
         """Makes one for these AccumulateGrad nodes; None if something looks on that would not run."""
-        leaves = [node.variable for node in nodes]
+        leaves: list[Leaf] = [*map(_leaf_of, nodes)]
         if averaged.data and any(leaf in averaged for leaf in leaves):
             return None
         return cls(nodes, leaves) if have_no_hooks(nodes, leaves) else None
@@ -48,23 +48,35 @@ class Captured:
     def add_to(self, table: GradientTable, gradients: Sequence[torch.Tensor | None]) -> None:
         """Adds what the engine has returned, which may be more than these leaves' gradients: they come first."""
         leaves, free = self._leaves, _free_references()
-        held = [counts != free for counts in _references(gradients, len(leaves))]  # first: to name one is to hold it
-        memories = [_memory_of(gradient) for gradient in islice(gradients, len(leaves))]
-        seen: set[int] = set()
-        shared = {memory for memory in memories if memory in seen or seen.add(memory)}  # type: ignore[func-returns-value]
+        looks = _look_at(gradients, len(leaves))  # first: to name a gradient is to hold it
+        shared: set[int] = set()
+        if len(leaves) > 1:
+            seen: set[int] = set()
+            for _, memory in looks:
+                (shared if memory in seen else seen).add(memory)
+            shared.discard(0)
         before = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
-            for leaf, gradient, is_held, memory in zip(leaves, gradients, held, memories, strict=False):
+            for leaf, gradient, (counts, memory) in zip(leaves, gradients, looks, strict=False):
                 if gradient is not None and leaf.requires_grad:  # it may have been frozen since its forward
-                    table.add(leaf, own(gradient, leaf, not (is_held or (memory and memory in shared))))
+                    table.add(leaf, own(gradient, leaf, counts == free and memory not in shared))
         finally:
             set_grad_enabled(before)
 
 
+_leaf_of = attrgetter("variable")
+_edge: Any = partial(tuple.__new__, GradientEdge)  # that of a NamedTuple is Python code
+
+
 def edges_to(nodes: Iterable[Any]) -> list[GradientEdge]:
     """Returns the edges that lead to nodes with one input."""
-    return [_new_edge(GradientEdge, (node, 0)) for node in nodes]
+    return [*map(_edge, zip(nodes, repeat(0)))]
+
+
+def edges_behind(nodes: Iterable[Any]) -> list[GradientEdge]:
+    """Returns the first of the edges that leave each node."""
+    return [_edge(node.next_functions[0]) for node in nodes]
 
 
 # Note [captured gradients that are held elsewhere]
@@ -74,22 +86,26 @@ def edges_to(nodes: Iterable[Any]) -> list[GradientEdge]:
 # held by the other, and copies it. Here each may be held once. So those that share their memory are copied.
 
 
-def _references(gradients: Sequence[torch.Tensor | None], count: int) -> list[tuple[int, int] | None]:
-    """Counts how often each of the first of what the engine has returned is held, in torch and in Python."""
-    return [
-        None if gradient is None else (gradient._use_count(), getrefcount(gradient))  # type: ignore[attr-defined]
-        for gradient in islice(gradients, count)
-    ]
+_Look = tuple[tuple[int, int] | None, int]
 
 
-def _memory_of(gradient: torch.Tensor | None) -> int:
-    """Returns what is the same for gradients in one memory, of which none holds another; 0 for one that has no memory
-    of its own."""
-    if gradient is None or gradient.layout is not torch.strided:
-        return 0
-    if type(gradient) is torch.Tensor and not gradient._is_view():
-        return gradient.data_ptr()
-    return gradient.untyped_storage()._cdata  # type: ignore[no-any-return]
+def _look_at(gradients: Sequence[torch.Tensor | None], count: int) -> list[_Look]:
+    """Counts how often each of the first of what the engine has returned is held, in torch and in Python; and says what
+    is the same for gradients in one memory, of which none holds another: 0 for one that has no memory of its own."""
+    looks: list[_Look] = []
+    for gradient in islice(gradients, count):
+        if gradient is None:
+            looks.append((None, 0))
+            continue
+        counts = (gradient._use_count(), getrefcount(gradient))  # type: ignore[attr-defined]
+        memory = 0
+        if gradient.layout is torch.strided:
+            if type(gradient) is torch.Tensor and not gradient._is_view():
+                memory = gradient.data_ptr()
+            else:
+                memory = gradient.untyped_storage()._cdata
+        looks.append((counts, memory))
+    return looks
 
 
 @functools.cache
@@ -102,7 +118,8 @@ def _free_references() -> tuple[int, int] | None:
         if keep:
             node.register_hook(lambda inputs, outputs: kept.append(inputs))
         edges = edges_to([next for next, _ in node.next_functions if next is not None])
-        return _references(run_backward((loss,), (one.new_ones(1),), False, False, tuple(edges), True, False), 1)[0]
+        found = run_backward((loss,), (one.new_ones(1),), False, False, tuple(edges), True, False)
+        return _look_at(found, 1)[0][0]
 
     one = torch.ones((), device="cpu")
     with torch.enable_grad(), torch.inference_mode(False):

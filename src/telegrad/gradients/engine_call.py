@@ -17,7 +17,7 @@ from ..primitives import clock, current
 from ..primitives.interrupts import interruptible
 from ..primitives.waiter import Waiter
 from . import devices, nodes
-from .captured import Captured, edges_to
+from .captured import Captured, edges_behind
 from .checkpoints import watch_checkpoint
 from .contexts import Contexts, Sent
 from .holding import free_references, kept
@@ -77,6 +77,9 @@ class EngineCall:
         self._mix: devices.Mix | None = None  # None: not known yet
         self._kept: set[int] = set()  # tensors that were sent: leaves whose gradients go past their nodes
         self._ready: dict[int, devices.Ready] = {}  # by message sent: of its gradients, if some are on devices
+        self._is_for_inputs = local.begin.wanted is not None or local.roots.inputs is not None
+        # Whether the gradients of leaves are gathered, instead of going to `.grad` at once:
+        self._captures = not self._is_for_inputs and (local.context.id != 0 or not local.part.is_root)
         # For users' code that the engine runs on a thread of its own (primitives/current.py):
         self.pass_id = local.pass_id
         self.context_id = local.context.id
@@ -102,7 +105,7 @@ class EngineCall:
         serving_token = current.serving.set(self.serving)
         nodes.starting(self)
         try:
-            if self._is_for_inputs():
+            if self._is_for_inputs:
                 self._run_for_inputs(starts, gradients)
             else:
                 self._run_for_leaves(starts, gradients, leaves)
@@ -111,13 +114,6 @@ class EngineCall:
             current.context_id.reset(context_token)
             current.pass_id.reset(pass_token)
             current.serving.reset(serving_token)
-
-    def _is_for_inputs(self) -> bool:
-        return self._begin.wanted is not None or self._local.roots.inputs is not None
-
-    def _captures(self) -> bool:
-        """Says whether the gradients of leaves are gathered, instead of going to `.grad` at once."""
-        return bool(self._context.id or not self._local.part.is_root) and not self._is_for_inputs()
 
     def _add_sends(self, starts: list[Any], gradients: list[Any]) -> dict[Node, None]:
         """Adds the tensors that were sent to the starts: those of the last message directly, since a participant does
@@ -141,7 +137,7 @@ class EngineCall:
         leaves: dict[Node, None] = {}
         if waits:
             with DisableTorchFunctionSubclass():
-                if self.has_devices and self._captures():
+                if self.has_devices and self._captures:
                     self._kept = {sent.id for all_sent in waits.values() for sent in all_sent if is_unseen(sent)}
                 if torch.is_grad_enabled():
                     token = make_waits(waits, inner, leaves, self._kept, has_devices=self.has_devices)
@@ -156,7 +152,7 @@ class EngineCall:
         """Gathers the gradients of all leaves that the engine comes to; where a plain backward() was called they go to
         `.grad`, as they always do."""
         local, context = self._local, self._context
-        if not self._captures():
+        if not self._captures:
             self._run_engine(starts, gradients, (), accumulate=True)
             return
         for node in local.roots.leaves:
@@ -185,7 +181,7 @@ class EngineCall:
             return
         captured = None if checkpoints or self._kept else Captured.of(leaves)
         if captured is not None:
-            others = edges_to([node.next_functions[0][0] for node in (_BEACON.grad_fn, *self._received())])
+            others = edges_behind((_BEACON.grad_fn, *self._received()))
             found = self._run_engine(starts, gradients, (*captured.inputs, *others), accumulate=False)
             local.gradients = GradientTable()
             captured.add_to(local.gradients, found)
@@ -208,7 +204,7 @@ class EngineCall:
     def _run_for_inputs(self, starts: list[Any], gradients: list[Any]) -> None:
         """Computes only what leads to the inputs of grad(), or to a Recv that it wants."""
         inputs = self._local.roots.inputs or ()
-        anchors = [node.next_functions[0][0].variable for node in (_BEACON.grad_fn, *self._received())]
+        anchors = edges_behind((_BEACON.grad_fn, *self._received()))
         accumulates = self._local.roots.accumulates
         found = self._run_engine(starts, gradients, (*inputs, *anchors), accumulate=accumulates)
         self._local.results = () if accumulates else tuple(found[: len(inputs)])

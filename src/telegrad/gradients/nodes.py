@@ -295,7 +295,7 @@ def drop_leftovers() -> None:
 # what users get are copies of what it gives: a hook of one must not run where only another one was used. (So they are
 # not copied by one _foreach operation, which has one node.)
 _MOST_COPIED = 4096  # bytes of a tensor
-_LEAST_COPIED = 4  # tensors; for fewer it does not pay
+LEAST_COPIED = 4  # tensors; for fewer it does not pay
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -304,7 +304,7 @@ def copies_of(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     if not places or torch.is_inference_mode_enabled():
         return {}
     places = [place for place in places if tensors[place].grad_fn is not None]
-    if len(places) < _LEAST_COPIED:
+    if len(places) < LEAST_COPIED:
         return {}
     if torch.is_grad_enabled():
         copies = {place: tensors[place].clone() for place in places}
@@ -319,8 +319,6 @@ def copies_of(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
 
 def _small_ones(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Returns the places of the tensors that can be copied together; none, where that would not pay."""
-    if len(tensors) < _LEAST_COPIED:
-        return []
     places = [
         place
         for place, tensor in enumerate(tensors)
@@ -331,7 +329,7 @@ def _small_ones(tensors: Sequence[torch.Tensor]) -> list[int]:
         and not tensor.is_conj()
         and not tensor.is_neg()
     ]
-    return places if len(places) >= _LEAST_COPIED else []
+    return places if len(places) >= LEAST_COPIED else []
 
 
 def make_send(id: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -376,7 +374,7 @@ def make_recvs(
             return make_recvs(message, sent, context, tensors, came_from)
     received, recvs, count = list(tensors), [], len(tensors)
     parts: list[Sequence[int]] = [(place,) for place in range(count)]
-    if together := _small_ones(tensors):
+    if count >= LEAST_COPIED and (together := _small_ones(tensors)):
         small = set(together)
         parts = [together, *(part for part in parts if part[0] not in small)]
     for places in parts:
@@ -394,7 +392,7 @@ def make_recvs(
         if came_from is not None:
             recv.came_from = came_from
         recvs.append(recv)
-        if places is together:
+        if len(places) > 1:
             found = [tensor.clone() for tensor in found]
         for place, tensor in zip(places, found, strict=True):
             received[place] = tensor

@@ -240,7 +240,7 @@ class Parts:
                         self.commits.add_due()
                     else:
                         self.commits.add_up(local)
-                    if not reading:
+                    if not reading and local.not_added is not None:
                         self.commits.check(local)
                 case Interrupt():
                     local.interrupt(self._id, reason or "it failed")
@@ -326,7 +326,9 @@ class Parts:
         with self._lock:
             if local.part.is_over:
                 self.passes.pop(local.pass_id, None)
-                self._bury_locked(local.pass_id)
+                self._over[local.pass_id] = None
+                if len(self._over) > _TOMBSTONES:
+                    self._over.popitem(last=False)
         if local.part.state is not State.FINISHED:
             local.gradients = None  # which nobody adds up, so no lock
 

@@ -122,7 +122,7 @@ class Planner:
         self, context: Context, received: Iterable[Member], edges: Sequence[Edge], seconds: float | None
     ) -> dict[int, LogEntry]:
         try:
-            if context.id and all(type(member) is int for member in received):
+            if context.id and Past not in map(type, received):
                 return self._contexts.log.closure(received)  # type: ignore[arg-type]
         except MissingEntryError:
             pass  # it has ended; or something upstream was sent outside of contexts, and is not known here
