@@ -40,6 +40,8 @@ class Kind(IntEnum):
     RETURN = 11
     # Gradients outside of contexts: see gradients/plain.py.
     FORGET = 12
+    # Gradients in `.grad`: see Note [.grad is cleared in its turn] in gradients/commits.py.
+    CLEAR = 13
 
 
 KIND_NAMES = {int(kind): kind.name.lower() for kind in Kind}
@@ -63,7 +65,7 @@ class Envelope(msgspec.Struct, array_like=True, omit_defaults=True):
     kind: int
     id: int
     # The Call that a Reply or Failure answers; the message whose gradients these are; the pass of a Begin, or of a Done
-    # with a failure
+    # with a failure; the value of the receiver's, an optimizer, for whose parameters a Clear is
     reply_to: int = 0
     timeout: float | None = None  # seconds that are left until the deadline; None: no limit
     depth: int = 0  # how many calls enclose this one

@@ -305,10 +305,13 @@ def _followed(value: Any) -> Any:
 
 def value_here(value: RRef[Any] | int) -> Any:
     """A value of this worker, once it was created; at most until the deadline of the call that asks for it."""
-    serving = current.current_serving()
-    limit = effective_timeout(0, 0, serving.deadline if serving else None)
     id = value.entry.id if isinstance(value, RRef) else value
-    return current_worker().references.find(id, limit)
+    references = current_worker().references
+    entry = references.find_set(id)
+    if entry is not None:
+        return entry.result()
+    serving = current.current_serving()
+    return references.find(id, effective_timeout(0, 0, serving.deadline if serving else None))
 
 
 @_may_wait

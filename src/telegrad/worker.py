@@ -94,6 +94,7 @@ class Worker:
         # For gradients and references (gradients/host.py):
         self.submit = self._threads.submit
         self.wait, self.begin_turn = self._reader.wait, self._reader.begin_turn
+        self.after_reading = self._reader.to_do.append
         self.goes_by_lane = self._peers.goes_by_lane
         self.open_control = self._codec.open_control
         self.name_of = self._peers.name_of
@@ -287,6 +288,9 @@ class Worker:
         """A message between workers, and not between their users. While reading."""
         if self.id < 0:
             return None  # an observer has no part in contexts and references
+        if envelope.kind == Kind.CLEAR:
+            entry, parts = self.references.find_set(envelope.reply_to), self.engine.parts
+            return parts.commits.on_clear(peer, entry and entry.value, parts.all())
         if Kind.HOLD <= envelope.kind <= Kind.RETURN:
             return self.references.on_message(peer, self._codec.open_control(envelope, frames))
         return self.engine.on_message(peer, envelope, frames)

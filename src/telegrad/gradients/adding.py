@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -45,6 +45,19 @@ def add_by_nodes(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         return
     edges = tuple(torch.autograd.graph.get_gradient_edge(leaf) for leaf, _ in found)
     run_backward(edges, tuple(gradient for _, gradient in found), False, False, (), True, True)
+
+
+class Clearable:
+    """A value that a Clear can name: it says whose gradients go."""
+
+    params: list[torch.Tensor]
+
+
+def clear(leaves: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
+    """Takes the gradients off, or replaces them by zeros."""
+    with touching_grad:
+        for leaf in leaves:
+            leaf.grad = None if set_to_none or leaf.grad is None else torch.zeros_like(leaf.grad)
 
 
 def _in_child() -> None:

@@ -5,18 +5,30 @@ The root of a pass sends End before it sends anything else, so `.grad` must be c
 part of a pass that was read after End is handled. But adding to `.grad` can block and can run users' code (a tensor's
 subclass), which a thread that reads must not. That thread only queues the pass in `due`, and returns a task that adds
 up what is queued. Whoever handles a later message does that first (`add_due`).
+
+# Note [.grad is cleared in its turn]
+An optimizer's zero_grad() does not wait for its owners. Its message (Clear) is queued in `due`, too: `.grad` is cleared
+after the gradients of the passes that have ended before were added, before anything that was sent later is handled, and
+before those of a pass that ends later are added. The end of a pass with another root may be read after the message
+though it was sent before it; on one host it is read together with it then. So the passes of other roots that wait for
+their end are looked at again when all that was read together is known.
 """
 
 from __future__ import annotations
 
+import logging
 from _thread import RLock  # threading.RLock is Python code
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from threading import Event
+from typing import Any
 
 from ..errors import text_of
-from ..events import logger
-from ..messages import COUNTER_BITS
-from .host import Host
+from ..events import log_by, logger
+from ..messages import COUNTER_BITS, sender_of
+from .adding import Clearable, clear
+from .backward_pass import State
+from .host import Host, Task
 from .leaves import GradientTable
 from .local_pass import LocalPass
 
@@ -31,7 +43,7 @@ class Commits:
         self._host = host
         self._forget = forget
         # Finished parts whose gradients go to `.grad` and are not there yet, in the order of their ends:
-        self.due: deque[LocalPass] = deque()
+        self.due: deque[LocalPass | Callable[[], None]] = deque()  # or clears it
         self._adding = RLock()  # held while `due` is added up: later handlers wait for those that came first
         self._last_root = -1  # of the last plain backward() whose gradients are in `.grad`
         self._has_warned = False  # see _warn_of_sharing()
@@ -45,12 +57,41 @@ class Commits:
             while self.due:
                 local = self.due[0]  # stays there meanwhile: other threads must see that there is something to wait for
                 try:
-                    self.add_up(local)
+                    if callable(local):
+                        local()
+                    else:
+                        self.add_up(local)
                 finally:
                     if self.due and self.due[0] is local:
                         self.due.popleft()
         finally:
             self._adding.release()
+
+    def on_clear(self, peer: int, value: Any, passes: Iterable[LocalPass]) -> Task | None:
+        """Queues the clearing of `.grad`, while reading: see Note [.grad is cleared in its turn]. `value` is what the
+        message names; the sender has a handle to it."""
+        if not isinstance(value, Clearable):
+            text = "worker %r: worker %r (id %d) wants gradients cleared for what is no optimizer here; this is dropped"
+            log_by(self._host.submit, logging.WARNING, text, self._worker, self._host.name_of(peer), peer)
+            return None
+        others = [p for p in passes if p.part.state is State.REPORTED and sender_of(p.pass_id) != peer]
+        known = Event()
+
+        def look_again() -> None:
+            others[:] = [p for p in others if p.part.state is State.FINISHED and p.adds_to_grad]
+            known.set()
+
+        def clear_now() -> None:
+            if others:
+                known.wait()
+                for local in others:
+                    self.add_up(local)
+            clear(value.params)
+
+        if others:
+            self._host.after_reading(look_again)
+        self.due.append(clear_now)
+        return self.add_due
 
     def add_up(self, local: LocalPass) -> None:
         """Adds the gradients of a finished part to the context's, or to `.grad`. Any number of times. What is raised at

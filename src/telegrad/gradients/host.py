@@ -36,6 +36,9 @@ class Host(Protocol):
     ) -> tuple[dict[int, Any], dict[int, Exception]]:
         """Calls a function on each of them: (answers, errors). Takes `seconds` at most."""
 
+    def after_reading(self, task: Task) -> None:
+        """Has this thread, which reads, run a task when all that it has read together is opened."""
+
     def later(self, seconds: float, task: Task) -> Task:
         """A function that has a task run so long after it was called. It takes no lock: finalisers call it."""
 

@@ -82,6 +82,11 @@ class LocalPass(msgspec.Struct, eq=False):
     gradients: GradientTable | None = None
     not_added: Exception | None = None  # at the root: what was raised when they were added up
 
+    @property
+    def adds_to_grad(self) -> bool:
+        """Whether its gradients go to `.grad`."""
+        return self.begin is not None and self.begin.into_grad and self.begin.wanted is None
+
     def start(self, contexts: Contexts) -> list[PartInstruction]:
         """Looks up the tensors that will get gradients, and begins."""
         context, begin = self.context, self.begin

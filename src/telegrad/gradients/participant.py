@@ -348,8 +348,7 @@ class Parts:
         """
         for local in self.all():
             if context is None:
-                begin = local.begin
-                concerns = begin is not None and begin.into_grad and begin.wanted is None
+                concerns = local.adds_to_grad
             else:
                 concerns = local.context is context
             if not concerns:

@@ -7,6 +7,7 @@ the names and arguments of torch.nn.utils; clip_grad_norm_ here is for the gradi
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -62,21 +63,17 @@ def clip_norm(
     if context_id is None:
         check_no_pass("clipping", [owner.id for owner in owners])
 
-    def arguments(owner: Owner, number: Any) -> tuple[Any, ...]:
-        return context_id, [handles[place] for place in owner.places], number
+    def arguments(number: Any) -> list[tuple[Any, ...]]:
+        return [(context_id, [handles[place] for place in owner.places], number) for owner in owners]
 
-    parts = on_owners("the norm", owners, remote.norms, lambda owner: arguments(owner, float(norm_type)))
-    check_place([where for _, where in parts], context_id)
-    by_place = {
-        place: norm.cpu()  # a device map may take what comes from a CPU to a GPU
-        for owner, (norms, _) in zip(owners, parts, strict=True)
-        for place, norm in zip(owner.places, norms, strict=True)
-        if norm is not None
-    }
-    if not by_place:
+    parts = on_owners("the norm", owners, remote.norms, arguments(float(norm_type)))
+    check_place([where for _, _, where in parts], context_id)
+    found = [norms.cpu() for norms, _, _ in parts if norms is not None]  # a device map may take them to a GPU
+    if not found:
         return torch.tensor(0.0)
+    places = [p for owner, (_, there, _) in zip(owners, parts, strict=True) for p in compress(owner.places, there)]
     # In the order of the parameters, so that it is rounded as in one process.
-    norms = torch.stack([by_place[place] for place in sorted(by_place)])
+    norms = torch.cat(found)[sorted(range(len(places)), key=places.__getitem__)]
     total: torch.Tensor = torch.linalg.vector_norm(norms, float(norm_type))
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -85,7 +82,7 @@ def clip_norm(
         )
     factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
     if not factor >= 1.0:  # also where it is no number
-        on_owners("scaling", owners, remote.scale, lambda owner: arguments(owner, factor))
+        on_owners("scaling", owners, remote.scale, arguments(factor))
     return total
 
 
@@ -93,9 +90,8 @@ def clip_value(params: Param | Iterable[Param], limit: float) -> None:
     """Takes every element of the gradients in `.grad` into the range from -limit to limit."""
     handles, owners = _spread(params)
     check_no_pass("clipping", [owner.id for owner in owners])
-    found = on_owners(
-        "clipping", owners, remote.clamp, lambda owner: ([handles[place] for place in owner.places], float(limit))
-    )
+    arguments = [([handles[place] for place in owner.places], float(limit)) for owner in owners]
+    found = on_owners("clipping", owners, remote.clamp, arguments)
     check_place(found, None)
 
 

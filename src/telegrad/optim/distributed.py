@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..errors import OptimizerError
+from .._torch import tree_leaves
+from ..errors import HandedOverError, OptimizerError, TelegradError
+from ..messages import Envelope, Forget, Kind
 from ..primitives.current import current_worker
 from ..rref import RRef
 from . import owner as remote
@@ -30,6 +32,8 @@ from .owners import Owner, check_place, groups_of, handles_of, on_owners, owners
 from .remote_tensor import check_no_pass
 
 __all__ = ["DistributedOptimizer", "OptimizerError"]
+
+_CLEAR = int(Kind.CLEAR)
 
 
 class DistributedOptimizer(Optimizer):
@@ -58,13 +62,16 @@ class DistributedOptimizer(Optimizer):
         self._is_built = False
         handles = handles_of(groups)
         self._owners = owners_of(groups, handles)
+        self._owner_ids = [owner.id for owner in self._owners]
         given = [{k: v for k, v in group.items() if k not in NO_OPTIONS} for group in groups]
 
         def arguments(owner: Owner) -> tuple[Any, ...]:
             parts = [(given[g], [handles[place] for place in places]) for g, places in owner.places_by_group.items()]
             return optimizer_class, parts, is_plain, args, kwargs
 
-        found = on_owners(f"creating {optimizer_class.__name__}", self._owners, remote.create, arguments)
+        found = on_owners(
+            f"creating {optimizer_class.__name__}", self._owners, remote.create, [*map(arguments, self._owners)]
+        )
         defaults: Options = {}
         for owner, (handle, its_defaults, its_options) in zip(self._owners, found, strict=True):
             owner.handle = handle
@@ -112,25 +119,51 @@ class DistributedOptimizer(Optimizer):
                 result = closure()
         if context_id is None:
             self._check_no_pass("step()")
-        check_place(self._call(remote.step, lambda _: (context_id,)), context_id)
+        check_place(self._call(remote.step, None, context_id), context_id)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears `.grad` of every parameter on its owner. Gradients of contexts are not there."""
+        """Clears `.grad` of every parameter on its owner. Gradients of contexts are not there.
+
+        Does not wait for owners on this host: all that is sent to one of them after this, by whomever, comes after it
+        there.
+
+        Raises:
+            OptimizerError: it failed on some owners, which it names.
+        """
         self._check_no_pass("zero_grad()")
-        self._call(remote.zero_grad, lambda _: (set_to_none,))
+        worker = current_worker()
+        handles: list[Any] = [owner.handle for owner in self._owners]
+        if set_to_none and all(map(worker.calls.peers.is_near, self._owner_ids)):
+            try:
+                for handle in handles:
+                    if handle.is_owner():
+                        remote.zero_grad(handle.entry.id, True)
+                    else:
+                        envelope = Envelope(_CLEAR, worker.new_message_id(), handle.entry.id)
+                        worker.post(handle.entry.owner, envelope, Forget(()), worker.options.rpc_timeout or None, None)
+                return
+            except TelegradError as error:  # what follows says why
+                if isinstance(error, HandedOverError) and error.interrupt is not None:
+                    raise error.interrupt from None
+        on_owners(
+            f"zero_grad of {self._class.__name__}",
+            self._owners,
+            remote.zero_grad,
+            [(handle.entry.id, set_to_none) for handle in handles],
+        )
 
     def unscale(self, factor: torch.Tensor, allow_fp16: bool) -> bool:
         """Multiplies `.grad` of every parameter on its owner. Returns whether all are finite. For GradScaler."""
         self._check_no_pass("unscaling")
-        return all(self._call(remote.unscale, lambda _: (factor, allow_fp16)))
+        return all(self._call(remote.unscale, None, factor, allow_fp16))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all owners' optimizers, as one optimizer of torch's would have it that had all parameters
         in its own process: each can load what the other has saved."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        parts = self._call(remote.state_dict, lambda _: ())
+        parts = self._call(remote.state_dict)
         numbers = iter(range(sum(len(group["params"]) for group in self.param_groups)))
         groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
         state: dict[Any, Any] = {}
@@ -198,31 +231,36 @@ class DistributedOptimizer(Optimizer):
         )
 
     def _check_no_pass(self, what: str) -> None:
-        check_no_pass(what, [owner.id for owner in self._owners])
+        check_no_pass(what, self._owner_ids)
 
-    def _call(self, function: Any, arguments: Callable[[Owner], tuple[Any, ...]]) -> list[Any]:
-        """Calls a function on each owner, for its _LocalOptimizer, with the options that have changed."""
+    def _call(
+        self, function: Any, arguments: Callable[[Owner], tuple[Any, ...]] | None = None, *args: Any
+    ) -> list[Any]:
+        """Calls a function on each owner, for its LocalOptimizer, with the options that have changed; and with these
+        arguments, or others for each."""
         with self._lock:
-            version = self._version = self._version + 1
-            looks = [known.look(version) for known in self._known]
-            if not any(looks):
-                version = self._version = version - 1
-            news = {owner.id: self._news_locked(owner) for owner in self._owners}
-
-        def all_arguments(owner: Owner) -> tuple[Any, ...]:
-            assert owner.handle is not None
-            return owner.handle.entry.id, version, news[owner.id], *arguments(owner)
-
+            changed = [known for known in self._known if known.may_have_changed()]
+            if changed:
+                looks = [known.look(self._version + 1) for known in changed]
+                self._version += any(looks)
+            version = self._version
+            news = [None if owner.version == version else self._news_locked(owner) for owner in self._owners]
         what = "the step" if function is remote.step else function.__name__
-        found = on_owners(f"{what} of {self._class.__name__}", self._owners, function, all_arguments)
+        found = on_owners(
+            f"{what} of {self._class.__name__}",
+            self._owners,
+            function,
+            [
+                (owner.handle.entry.id, version, its, *(args if arguments is None else arguments(owner)))  # type: ignore[union-attr]
+                for owner, its in zip(self._owners, news, strict=True)
+            ],
+        )
         with self._lock:  # where it failed the next message says it again, and no harm is done
             for owner in self._owners:
                 owner.version = max(owner.version, version)
         return found
 
-    def _news_locked(self, owner: Owner) -> News | None:
-        if owner.version == self._version:
-            return None
+    def _news_locked(self, owner: Owner) -> News:
         return [
             (place, name, value)
             for place, group in enumerate(owner.groups)
@@ -237,6 +275,15 @@ class _Known:
         self._group = group
         self._values = {k: copy.deepcopy(v) for k, v in group.items() if k not in NO_OPTIONS}
         self._changed: dict[str, int] = {}  # in which version
+        self._note()
+
+    def _note(self) -> None:
+        self._all = {name: self._values.get(name, value) for name, value in self._group.items()}
+        self._has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(self._values))
+
+    def may_have_changed(self) -> bool:
+        """Compares all at once: says no where look() would find nothing."""
+        return self._has_tensors or self._group != self._all
 
     def look(self, version: int) -> bool:
         """Whether something has changed."""
@@ -246,6 +293,7 @@ class _Known:
                 self._values[name] = copy.deepcopy(value)
                 self._changed[name] = version
                 found = True
+        self._note()
         return found
 
     def since(self, version: int) -> list[tuple[str, Any]]:

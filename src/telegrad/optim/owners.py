@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .. import rpc
-from ..errors import GradientError, OptimizerError, TelegradError
+from ..errors import GradientError, OptimizerError
 from ..primitives import current
 from ..rref import RRef
 from .owner import ELSEWHERE, HERE
@@ -88,24 +88,24 @@ def owners_of(groups: list[dict[str, Any]], handles: Sequence[RRef[Any]]) -> lis
     return list(owners.values())
 
 
-def on_owners(
-    what: str, owners: Sequence[Owner], function: Any, arguments: Callable[[Owner], tuple[Any, ...]]
-) -> list[Any]:
-    """Calls a function on each owner, all at the same time. Waits for all of them, also if some fail."""
-    futures: list[Any] = []
+def on_owners(what: str, owners: Sequence[Owner], function: Any, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Calls a function on each owner, all at the same time, each with its arguments. Waits for all of them, also if
+    some fail."""
     errors: dict[str, BaseException] = {}
-    for owner in owners:
-        try:
-            futures.append(rpc.rpc_async(owner.id, function, arguments(owner)))
-        except TelegradError as error:
-            futures.append(None)
-            errors[owner.name] = error
-    found = []
-    for owner, future in zip(owners, futures, strict=True):
-        try:
-            found.append(None if future is None else future.wait())
+    found: list[Any] = []
+    last = len(owners) - 1
+    for place, (owner, its) in enumerate(zip(owners, arguments, strict=True)):
+        try:  # the last one without a future: this thread reads its answer, and meanwhile those of the others
+            found.append((rpc.rpc_sync if place == last else rpc.rpc_async)(owner.id, function, its))
         except Exception as error:
+            found.append(None)
             errors[owner.name] = error
+    for place in range(last):
+        if owners[place].name not in errors:
+            try:
+                found[place] = found[place].wait()
+            except Exception as error:
+                errors[owners[place].name] = error
     if errors:
         done = [owner.name for owner in owners if owner.name not in errors]
         raise OptimizerError(what, errors, done) from next(iter(errors.values()))

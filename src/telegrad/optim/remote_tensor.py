@@ -23,13 +23,14 @@ from torch import nn
 from .. import rpc
 from .._torch import DisableTorchFunctionSubclass
 from ..errors import GradientError
+from ..gradients import adding
 from ..gradients.plain import untracked
 from ..primitives import current
 from ..primitives.current import current_worker
 from ..rref import RRef, value_here
 from ..serialization.handles import Handle
 from ..serialization.severed import IN_GRADIENT, severed
-from .owner import clear, grads, settle
+from .owner import grads, settle
 
 __all__ = ["RemoteBuffer", "RemoteGradient", "RemoteParameter", "RemoteTensor"]
 
@@ -279,4 +280,4 @@ def _describe_gradient(id: int) -> tuple[tuple[int, ...], torch.dtype] | None:
 def _clear_gradient(id: int, set_to_none: bool) -> None:
     tensor = value_here(id)
     settle()
-    clear((tensor,), set_to_none)
+    adding.clear((tensor,), set_to_none)

@@ -12,42 +12,49 @@ from ..primitives import clock, current
 from ..primitives.current import current_worker
 
 
-class _Stepping(threading.Condition):
+class Stepping(threading.Condition):
     """Its lock is held by the optimizer that is at work, and for a moment by a forward that begins or ends."""
 
     def __init__(self) -> None:
         super().__init__(threading.Lock())
         self.forwards = 0  # snapshots' forwards that run
 
+    def begin(self, *, steps: bool) -> None:
+        """Waits until no other optimizer of this worker is at work, until release(). One that `steps` waits for
+        snapshots' forwards, too.
+
+        Raises:
+            CallTimeoutError: the time of the call that is served is over, and nothing was done.
+        """
+        if not self.acquire(blocking=False):
+            self._wait_for_others()
+        if steps and self.forwards:
+            try:
+                _relieve()
+                left = _left()
+                if not self.wait_for(lambda: not self.forwards, left):
+                    raise _late(left, "the forward of a RemoteModule(snapshot=True)")
+            except BaseException:
+                self.release()
+                raise
+
+    def _wait_for_others(self) -> None:
+        """Acquires it before the deadline of the call that is served: after that the caller takes it that nothing was
+        done."""
+        _relieve()
+        left = _left()
+        if not self.acquire(timeout=-1.0 if left is None else left):
+            raise _late(left, "another optimizer's step")
+
 
 # One for each worker: the optimizers of several trainers have the same parameters.
-_stepping: WeakKeyDictionary[object, _Stepping] = WeakKeyDictionary()
+_stepping: WeakKeyDictionary[object, Stepping] = WeakKeyDictionary()
 _making = threading.Lock()
 
 
-def _of_worker() -> _Stepping:
+def stepping_of(worker: object) -> Stepping:
     with _making:
-        return _stepping.setdefault(current_worker(), _Stepping())
-
-
-@contextlib.contextmanager
-def optimizer_works(*, steps: bool) -> Iterator[None]:
-    """While it is entered no other optimizer of this worker works. One that `steps` waits for snapshots' forwards.
-
-    Raises:
-        CallTimeoutError: the time of the call that is served is over, and nothing was done.
-    """
-    stepping = _of_worker()
-    _acquire(stepping)
-    try:
-        if steps and stepping.forwards:
-            _relieve()
-            left = _left()
-            if not stepping.wait_for(lambda: not stepping.forwards, left):
-                raise _late(left, "the forward of a RemoteModule(snapshot=True)")
-        yield
-    finally:
-        stepping.release()
+        return _stepping.setdefault(worker, Stepping())
 
 
 @contextlib.contextmanager
@@ -57,8 +64,8 @@ def forward_runs() -> Iterator[None]:
     Raises:
         CallTimeoutError: as above.
     """
-    stepping = _of_worker()
-    _acquire(stepping)
+    stepping = stepping_of(current_worker())
+    stepping.begin(steps=False)
     stepping.forwards += 1
     stepping.release()
     try:
@@ -67,17 +74,6 @@ def forward_runs() -> Iterator[None]:
         with stepping:
             stepping.forwards -= 1
             stepping.notify_all()
-
-
-def _acquire(stepping: _Stepping) -> None:
-    """Acquires it before the deadline of the call that is served: after that the caller takes it that nothing was
-    done."""
-    if stepping.acquire(blocking=False):
-        return
-    _relieve()
-    left = _left()
-    if not stepping.acquire(timeout=-1.0 if left is None else left):
-        raise _late(left, "another optimizer's step")
 
 
 def _relieve() -> None:

@@ -94,6 +94,11 @@ class OwnedValues:
             self._sleep(entry, waiter, timeout)
         return entry.result()
 
+    def find_set(self, id: int) -> Owned | None:
+        """The entry of a value that is there already."""
+        entry = self._owned.get(id)
+        return entry if entry is not None and entry.is_set else None
+
     def find(self, id: int, timeout: float | None) -> Any:
         """For another worker: the value, once it was created."""
         with self._lock:

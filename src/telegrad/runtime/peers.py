@@ -211,6 +211,11 @@ class Peers:
         """The connection with a worker, if there is one."""
         return self._live.get(id)
 
+    def is_near(self, worker_id: int) -> bool:
+        """Whether what is written to a worker can be read there at once: before what others write after it."""
+        peer = self.known_peers.get(worker_id)
+        return peer is not None and peer.connection is not None and peer.connection.transport != "tcp"
+
     def goes_by_lane(self, id: int, tensor: Tensor) -> bool:
         """Whether a tensor goes to a worker by device memory, so that sending it takes no time."""
         connection = self._live.get(id)

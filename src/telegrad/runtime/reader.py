@@ -84,6 +84,7 @@ class Reader:
         self._on_control = on_control
         self._on_ends = on_ends
         self._on_marked = on_marked
+        self.to_do: list[Callable[[], None]] = []  # when all that is being read is opened; with the lease
         lease.on_readable = self.serve
 
     # -- on threads of the worker ----------------------------------------------------------------------
@@ -148,9 +149,12 @@ class Reader:
                     self._lease.remove(connection)
                     lost = [*(lost or ()), (connection, error)]
         except BaseException:  # Ctrl-C while waiting
+            self._end_of_reading()
             self._lease.release()
             self._hand_out(found, None)
             raise
+        if self.to_do:
+            self._end_of_reading()
         if lost is not None:
             self._lease.release()
             self._hand_out(found, None)
@@ -160,6 +164,10 @@ class Reader:
         if not found:
             self._lease.release()
         return found
+
+    def _end_of_reading(self) -> None:
+        while self.to_do:
+            self.to_do.pop()()
 
     def _open(self, connection: Connection, frames: Frames, found: list[Incoming]) -> None:
         """Opens a message, and does what must be done in the order of messages."""
