@@ -443,12 +443,3 @@ class Worker:
             RendezvousError: some worker did not come to a graceful end in time.
         """
         shutdown.retire(self, timeout)
-
-    def meet(self, place: str, timeout: float | None) -> None:
-        """In a group of a fixed size: waits until every other live worker has come to that place, too. A place can be
-        used once.
-
-        Raises:
-            RendezvousError: a worker did not come within `timeout` seconds.
-        """
-        shutdown.meet(self, place, timeout)

@@ -21,6 +21,7 @@ from ..options import Options
 from ..primitives.current import current_worker, set_default_worker
 from ..rendezvous.file import check_file_store
 from ..rendezvous.group import Group, poll_until
+from ..runtime.shutdown import meet
 from ..worker import Worker
 
 _NAME = re.compile(r"[A-Za-z0-9_:-]+")
@@ -75,7 +76,9 @@ class Agent:
             kept = self.worker.references.kept_for_others
             if not poll_until(lambda: not kept(), _LAST_DROPS):
                 self.leaks = kept()
-            self.worker.meet("references_checked", 2 * _LAST_DROPS)  # a worker that leaves has no RRefs any more
+            shutdown.meet(
+                self.worker, "references_checked", 2 * _LAST_DROPS
+            )  # a worker that leaves has no RRefs any more
 
     def sync(self) -> None:
         """Nothing waits to be sent: a call is written before it returns."""
@@ -85,7 +88,7 @@ class Agent:
 
     def wait_for_all(self, timeout: float) -> None:
         self._meetings += 1
-        self.worker.meet(f"meeting/{self._meetings}", timeout or None)
+        meet(self.worker, f"meeting/{self._meetings}", timeout or None)
 
     def _get_backend_options(self) -> Any:
         return self._torch_options

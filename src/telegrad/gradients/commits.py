@@ -83,7 +83,7 @@ class Commits:
 
         def clear_now() -> None:
             if others:
-                known.wait()
+                known.wait(_LONGEST)
                 for local in others:
                     self.add_up(local)
             clear(value.params)

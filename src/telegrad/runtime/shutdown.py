@@ -123,7 +123,12 @@ def _retire(worker: Worker, timeout: float | None) -> None:
 
 
 def meet(worker: Worker, barrier: str, timeout: float | None) -> None:
-    """Waits until every rank has come to that barrier: see Worker.meet()."""
+    """Waits, in a group of a fixed size, until every other live worker has come to that barrier, too. Each can be used
+    once.
+
+    Raises:
+        RendezvousError: a worker did not come within `timeout` seconds.
+    """
     if worker.group.world_size is None:
         return
     until = None if timeout is None else Deadline(timeout)
