@@ -126,7 +126,7 @@ class Maker:
         passes = self.passes(draft)
         self.bodies[0] = Body(0, tuple(draft.steps), ())
         bodies = tuple(body for body in self.bodies if body is not None)
-        return Program(self.workers, tuple(self.leaves), bodies, passes, anomaly=not self.failing and self.chance(0.03))
+        return Program(self.workers, tuple(self.leaves), bodies, passes, self.anomaly)
 
     def passes(self, draft: Draft) -> tuple[Pass, ...]:
         into = "grad" if self.chance(0.1) else "context"
