@@ -7,6 +7,7 @@ seed makes a program again, and hypothesis can shrink one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -46,6 +47,7 @@ class Value:
     changeable: bool = False  # nothing depends on its content: it may be changed in place
     leaf: bool = False
     shared: bool = False  # several names for one received tensor: which hooks it has would depend on that
+    large: bool = False  # of another shape than others: no operation takes it together with them
 
 
 @dataclass
@@ -80,12 +82,14 @@ class Draft:
         self.steps.append(step)
         start = len(self.values)
         if not self.grad:
-            values = tuple(Value(v.leaf, v.scalar, leaf=v.leaf) for v in values)
+            values = tuple(Value(v.leaf and v.grad, v.scalar, leaf=v.leaf, large=v.large) for v in values)
         self.values.extend(values)
         return tuple(range(start, len(self.values)))
 
 
 class Maker:
+    MODULE_AND_CHECKPOINT = (2, 1)  # how often they are chosen
+
     def __init__(self, rng: Random) -> None:
         self.rng = rng
         self.failing = self.chance(0.02)  # a function raises in the backward pass
@@ -126,7 +130,7 @@ class Maker:
         passes = self.passes(draft)
         self.bodies[0] = Body(0, tuple(draft.steps), ())
         bodies = tuple(body for body in self.bodies if body is not None)
-        return Program(self.workers, tuple(self.leaves), bodies, passes, anomaly=not self.failing and self.chance(0.03))
+        return Program(self.workers, tuple(self.leaves), bodies, passes, self.anomaly)
 
     def passes(self, draft: Draft) -> tuple[Pass, ...]:
         into = "grad" if self.chance(0.1) else "context"
@@ -188,7 +192,8 @@ class Maker:
         if draft.grad:
             if draft.depth < 3:
                 choices.append((12 if draft.depth == 0 else 4, self.call))
-            choices += [(2, self.module), (1, self.checkpoint), (2 if draft.depth else 1, self.keep)]
+            module, checkpoint = self.MODULE_AND_CHECKPOINT
+            choices += [(module, self.module), (checkpoint, self.checkpoint), (2 if draft.depth else 1, self.keep)]
             if draft.kept[draft.worker]:
                 choices.append((4, self.take))
             if any(self.can_skip(draft, made) for made in draft.calls):
@@ -199,7 +204,11 @@ class Maker:
 
     def any(self, draft: Draft, *, grad: bool = False) -> int:
         """The place of a value, a late one rather than an early one."""
-        able = [i for i, v in enumerate(draft.values) if not self.is_table(draft, i) and (v.grad or not grad)]
+        able = [
+            i
+            for i, v in enumerate(draft.values)
+            if not self.is_table(draft, i) and not v.large and (v.grad or not grad)
+        ]
         if not able:
             self.use_leaf(draft)
             return len(draft.values) - 1
@@ -258,7 +267,7 @@ class Maker:
 
     def change_value(self, draft: Draft, i: int) -> None:
         (x,) = self.use(draft, i)
-        draft.add(Op("change", (i,)), Value(x.grad, x.scalar, shared=True))
+        draft.add(Op("change", (i,)), Value(x.grad, x.scalar, shared=True, large=x.large))
 
     def use_leaf(self, draft: Draft) -> None:
         here = [n for n, leaf in enumerate(self.leaves) if leaf.worker == draft.worker]
@@ -271,7 +280,7 @@ class Maker:
     def bring(self, draft: Draft, number: int) -> None:
         """A leaf, and of a table something that is made of it."""
         if self.leaves[number].kind != "table":
-            draft.add(UseLeaf(number), Value(True, False, leaf=True))
+            draft.add(UseLeaf(number), Value(not self.leaves[number].frozen, False, leaf=True))
         else:
             (table,) = draft.add(UseLeaf(number), Value(True, True, leaf=True))
             draft.add(Op(self.rng.choice(("sparse", "rows")), (table,)), Value(True, False))
@@ -349,8 +358,9 @@ class Maker:
 
     def take(self, draft: Draft) -> None:
         slot, value = self.rng.choice(draft.kept[draft.worker])
-        (i,) = draft.add(Take(slot), Value(value.grad, value.scalar, leaf=value.leaf, shared=True))
-        if self.chance(0.6):
+        taken = Value(value.grad, value.scalar, leaf=value.leaf, shared=True, large=value.large)
+        (i,) = draft.add(Take(slot), taken)
+        if self.chance(0.6) and not taken.large:
             self.binary(draft, self.any(draft), i)
 
     # -- calls --------------------------------------------------------------------------------------------
@@ -358,14 +368,15 @@ class Maker:
     def call(self, draft: Draft, failing: bool = False) -> None:
         others = [w for w in range(self.workers) if w != draft.worker]
         to = draft.worker if self.chance(0.15) else self.rng.choice(others)
-        inputs = tuple(self.any(draft) for _ in range(self.rng.choice((0, 1, 1, 1, 2, 2, 3))))
+        inputs = self.inputs(draft)
         grad = failing or not self.chance(0.04)
         later = not failing and not self.anomaly and self.chance(0.3)
         # Received tensors are the receiver's own; a tensor that is sent twice arrives as one.
-        given = [Value(grad and draft.values[i].grad, draft.values[i].scalar) for i in inputs]
-        for i, value in zip(inputs, given, strict=True):
-            value.shared = self.is_shared(draft, i, inputs)
-            value.changeable = grad and not value.shared
+        sent_values = [draft.values[i] for i in inputs]
+        given = [Value(grad and v.grad, v.scalar, large=v.large) for v in sent_values]
+        for value, shared in zip(given, self.shared(draft, inputs), strict=True):
+            value.shared = shared
+            value.changeable = grad and not shared
         kept = {w: list(there) for w, there in draft.kept.items()} if later else draft.kept
         number, body, results = self.number(), *self.body(to, given, kept, draft.depth + 1, grad, failing)
         made = Made(number, inputs, results)
@@ -385,10 +396,15 @@ class Maker:
         if sent and not failing and draft.grad and self.chance(0.1):
             self.change_value(draft, self.rng.choice(sent))  # what was sent stays as it was
 
-    def is_shared(self, draft: Draft, i: int, sent: tuple[int, ...]) -> bool:
-        """Whether the tensor may be in a message more than once."""
-        leaves = sum(draft.values[j].leaf for j in sent)
-        return sent.count(i) > 1 or draft.values[i].shared or (draft.values[i].leaf and leaves > 1)
+    def inputs(self, draft: Draft) -> tuple[int, ...]:
+        """What is sent with a call."""
+        return tuple(self.any(draft) for _ in range(self.rng.choice((0, 1, 1, 1, 2, 2, 3))))
+
+    def shared(self, draft: Draft, sent: tuple[int, ...]) -> list[bool]:
+        """Says of each tensor of a message whether it may be there more than once."""
+        values, times = [draft.values[i] for i in sent], Counter(sent)
+        leaves = sum(v.leaf for v in values)
+        return [times[i] > 1 or v.shared or (v.leaf and leaves > 1) for i, v in zip(sent, values, strict=True)]
 
     def wait(self, draft: Draft) -> None:
         made = draft.waiting.pop(self.rng.randrange(len(draft.waiting)))
@@ -399,12 +415,15 @@ class Maker:
 
     def can_skip(self, draft: Draft, made: Made) -> bool:
         """Whether an argument can be used beside a result."""
-        return any(draft.values[i].grad for i in made.inputs) and any(draft.values[i].grad for i in made.outputs)
+        return bool(self.can_join(draft, made.inputs) and self.can_join(draft, made.outputs))
+
+    def can_join(self, draft: Draft, places: tuple[int, ...]) -> list[int]:
+        return [i for i in places if draft.values[i].grad and not draft.values[i].large]
 
     def skip(self, draft: Draft) -> None:
         made = self.rng.choice([m for m in draft.calls if self.can_skip(draft, m)])
-        i = self.rng.choice([i for i in made.inputs if draft.values[i].grad])
-        j = self.rng.choice([i for i in made.outputs if draft.values[i].grad])
+        i = self.rng.choice(self.can_join(draft, made.inputs))
+        j = self.rng.choice(self.can_join(draft, made.outputs))
         self.binary(draft, i, j, around=made.number)
 
     def body(
@@ -414,6 +433,7 @@ class Maker:
         number = len(self.bodies)
         self.bodies.append(None)
         draft = Draft(worker, given, kept, depth, grad)
+        self.receive(draft, tuple(range(len(given))))
         if not given or self.chance(0.5):
             self.use_leaf(draft)
         if grad and kept[worker] and self.chance(0.6):
@@ -436,10 +456,12 @@ class Maker:
         packing = self.rng.choice(PACKINGS) if self.chance(0.3) else "tuple"
         self.bodies[number] = Body(worker, tuple(draft.steps), outputs, packing)
         results = []
-        for i, value in zip(outputs, values, strict=True):
-            shared = self.is_shared(draft, i, outputs)
-            results.append(Value(value.grad, value.scalar, not shared, shared=shared))
+        for value, shared in zip(values, self.shared(draft, outputs), strict=True):
+            results.append(Value(value.grad, value.scalar, not shared, shared=shared, large=value.large))
         return number, results
+
+    def receive(self, draft: Draft, places: tuple[int, ...]) -> None:
+        """What is done at once with what a message has brought."""
 
     def outputs(self, draft: Draft, failing: bool) -> tuple[int, ...]:
         last = len(draft.values) - 1

@@ -46,12 +46,18 @@ NOTE_EMPTY = True
 @dataclass(frozen=True)
 class Leaf:
     """A tensor that wants a gradient. `factor`: its hook multiplies the gradient; `post`: it has a
-    post-accumulate hook."""
+    post-accumulate hook; `on_node`: hooks on its AccumulateGrad node."""
 
     worker: int
     kind: str = "plain"  # "parameter", "module" (of a module with hooks), "table" (gradients may be sparse)
     factor: float | None = None
     post: bool = False
+    on_node: bool = False
+    frozen: str = ""  # "always", or "later": once the forward pass is over
+
+    @property
+    def has_hooks(self) -> bool:
+        return self.factor is not None or self.post or self.on_node
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,10 @@ class Checkpoint:
     inputs: tuple[int, ...]
     steps: tuple[Step, ...]
     reentrant: bool
+
+    @property
+    def calls(self) -> bool:
+        return any(isinstance(step, Call) for step in self.steps)
 
     def run(self, frame: Frame) -> None:
         place = frame.place  # and not the frame, which has what is made here: a circle that nothing would end
@@ -205,7 +215,10 @@ class Nest:
         frame.place.wire.nest()
 
 
-Step = UseLeaf | Take | Keep | Op | Module | Checkpoint | Hook | Retain | Call | Wait | Nest
+class Step(Protocol):
+    """One of those above, or of wide_programs.py."""
+
+    def run(self, frame: Frame) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -220,7 +233,8 @@ class Body:
 
 @dataclass(frozen=True)
 class Pass:
-    """A backward pass, from values kept on a worker. `seeds` are their gradients; None: a scalar's 1."""
+    """A backward pass, from values kept on a worker. `seeds` are their gradients; None: a scalar's 1. Before it,
+    grad() is called for the leaves `asks`; with `doubles` their gradients' squares are roots, too."""
 
     worker: int
     context: int  # 0 is the outermost one
@@ -228,6 +242,8 @@ class Pass:
     seeds: tuple[float | None, ...]
     retain: bool
     into: str
+    asks: tuple[int, ...] = ()
+    doubles: bool = False
 
 
 @dataclass(frozen=True)
@@ -373,6 +389,8 @@ class Place:
         self.own_stream: Any = torch.Stream(DEVICES[-1]) if STREAMS else None
         self.kept: dict[int, Tensor] = {}
         self.retained: dict[int, Tensor] = {}
+        self.nodes: list[Any] = []  # of leaves: who lets go of them loses their hooks
+        self.hooked: set[str] = set()  # labels of hooks on what was received
         self.seen: dict[str, list[tuple[Tensor | None, ...]]] = {}  # what hooks and functions saw, by their label
         for number, leaf in enumerate(program.leaves):
             if leaf.worker == worker:
@@ -394,11 +412,31 @@ class Place:
             tensor = nn.Parameter(value)
         else:
             tensor = value.requires_grad_()
+        if leaf.frozen == "always":
+            tensor.requires_grad_(False)
+        if leaf.on_node:
+            self._watch_node(number, tensor)
         if leaf.factor is not None:
             tensor.register_hook(self.hook(f"leaf {number}", leaf.factor))
         if leaf.post:
             tensor.register_post_accumulate_grad_hook(lambda leaf: self.note(f"leaf {number} after", leaf.grad))
         self.leaves[number] = tensor
+
+    def _watch_node(self, number: int, leaf: Tensor) -> None:
+        def before(gradients: Sequence[Tensor | None]) -> Any:
+            self.note(f"leaf {number} before", *gradients)
+            return None if number % 2 or gradients[0] is None else (gradients[0] * 1.5,)
+
+        node: Any = torch.autograd.graph.get_gradient_edge(leaf).node
+        node.register_prehook(before)
+        node.register_hook(lambda inputs, outputs: self.note(f"leaf {number} behind"))
+        self.nodes.append(node)
+
+    def freeze(self) -> None:
+        """The forward pass is over."""
+        for number, leaf in self.leaves.items():
+            if self.program.leaves[number].frozen:
+                leaf.requires_grad_(False)
 
     def note(self, label: str, *tensors: Tensor | None) -> None:
         seen = tuple(None if t is None else t.detach().clone() for t in tensors)
@@ -445,7 +483,7 @@ class Place:
     def clear(self) -> None:
         """Lets go of the graph. Hooks and functions know their place, and it knows tensors whose graph has them:
         nothing else would end that circle."""
-        for held in (self.leaves, self.modules, self.kept, self.retained):
+        for held in (self.leaves, self.modules, self.kept, self.retained, self.nodes):
             held.clear()
 
     def roots(self, each: Pass) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from graph_programs import Call, Checkpoint, Hook, Op, Pass, Place, Program, Take, steps_of
 from torch import Tensor
+from wide_programs import wide_traits
 
+RECEIVED_TOGETHER = 4  # tensors, at least
 Seen = dict[str, list[tuple[Tensor | None, ...]]]
 
 
@@ -28,6 +30,10 @@ class Outcome:
     seen: Seen = field(default_factory=dict)
     messages: Counter[tuple[int, int]] | None = field(default_factory=Counter)  # gradients from a worker to a worker
     asked: list[tuple[Tensor | None, ...]] = field(default_factory=list)  # in plain mode: what grad() gave
+    # Tensors that are received together have one Recv, and grad() runs all that leads to it: hooks there run, too,
+    # where only others of these tensors lead to the inputs. And torch runs the hooks of a root that leads to none, but
+    # only of a single root: beside a Beacon it is not.
+    hooks_differ: bool = False
     error: BaseException | None = None
     failed_on: int = -1  # the worker that had begun the pass
 
@@ -129,6 +135,8 @@ class Graph:
     def traits(self) -> set[str]:
         sent = self._wire.sent
         senders = Counter(sent[i].sender for i in self.active)
+        sizes = [len(sent[i].nodes) for i in self.active]
+        used = [sum(node in self.reached for node in sent[i].nodes) for i in self.active]
         requests = {sent[i].call for i in self.active if sent[i].request}
         found = set()
         if len(self.active) < len(sent):
@@ -139,6 +147,11 @@ class Graph:
             found.add("a skip connection around a call")
         if any(sent[i].sender == sent[i].receiver for i in self.active):
             found.add("an active message to oneself")
+        for least in (3, 20, 100):
+            if any(size > least for size in sizes):
+                found.add(f"messages of more than {least} tensors")
+        if any(count < size for count, size in zip(used, sizes, strict=True)):
+            found.add("messages used in part")
         if self.hangs(reverse=True):
             found.add("hangs with the Waits reversed")
         return found
@@ -181,6 +194,9 @@ def run_locally(
     found: set[str] = set()
     with torch.autograd.set_detect_anomaly(program.anomaly):
         wire.places[0].run(0, [])
+        for place in wire.places:
+            place.freeze()
+        parts: list[set[Any]] = []
         for each in program.passes:
             place = wire.places[each.worker]
             roots, seeds = place.roots(each)
@@ -188,14 +204,24 @@ def run_locally(
             assert not graph.hangs(reverse=False)
             if traits is not None:
                 found |= graph.traits()
+                parts.append({node for sent in wire.sent for node in sent.nodes if node in graph.reached})
             try:
-                if plain:
-                    outcome.asked += ask(place, each, roots, seeds)
+                asked, more = ask(place, each, roots, seeds, torch.autograd.grad, plain=plain)
+                outcome.asked += asked
+                roots, seeds = roots + more, seeds + [None] * len(more)
                 torch.autograd.backward(roots, seeds, retain_graph=each.retain)
             except ValueError as error:
                 outcome.error = error
                 break
-            outcome.messages += graph.messages()
+            if asked:
+                outcome.messages = None
+                is_alone = len(roots) == 1 and all(x is None for x in asked[-1])
+                if is_alone or any(len(sent.nodes) >= RECEIVED_TOGETHER for sent in wire.sent):
+                    outcome.hooks_differ = True
+            if counts_no_messages(program):
+                outcome.messages = None
+            if outcome.messages is not None:
+                outcome.messages += graph.messages()
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # no stream waits for leaves inside of reentrant checkpoints
             if plain:
@@ -210,6 +236,10 @@ def run_locally(
             outcome.retained |= {n: tensor.grad for n, tensor in place.retained.items()}
             outcome.seen |= place.seen
     if traits is not None:
+        if any(label not in place.seen for place in wire.places for label in place.hooked):
+            found.add("hooks on received tensors that are not used")
+        if any(one - other for one in parts for other in parts):
+            found.add("passes that use other parts of messages")
         traits.update(found | traits_of(program))
         traits["graphs"] += 1
     for place in wire.places:
@@ -217,16 +247,33 @@ def run_locally(
     return outcome
 
 
-def ask(place: Place, each: Pass, roots: list[Tensor], seeds: list[Any]) -> list[tuple[Tensor | None, ...]]:
-    """In plain mode, before some of the passes: grad() for the leaves that the worker has."""
+def ask(
+    place: Place, each: Pass, roots: list[Tensor], seeds: list[Any], grad: Callable[..., Any], *, plain: bool
+) -> tuple[list[tuple[Tensor | None, ...]], list[Tensor]]:
+    """Before some of the passes: grad() for leaves that the worker has. In plain mode also where the pass does not say
+    so, for all of them. Returns what it gave; and what are roots of the pass besides."""
     program = place.program
-    never = {"reentrant checkpoints", "a function that fails"}  # the first is a limit of torch's grad()
-    if (len(program.leaves) + each.roots[0]) % 4 or never & traits_of(program) or program.anomaly:
-        return []
-    inputs = [leaf for _, leaf in sorted(place.leaves.items()) if leaf.requires_grad]
+    if each.asks:
+        inputs = [place.leaves[n] for n in each.asks]
+    elif plain:
+        never = {"reentrant checkpoints", "a function that fails"}  # the first is a limit of torch's grad()
+        if (len(program.leaves) + each.roots[0]) % 4 or never & traits_of(program) or program.anomaly:
+            return [], []
+        inputs = [leaf for _, leaf in sorted(place.leaves.items())]
+    else:
+        return [], []
+    inputs = [leaf for leaf in inputs if leaf.requires_grad]
     if not inputs:
-        return []
-    return [torch.autograd.grad(roots, inputs, seeds, retain_graph=True, allow_unused=True)]
+        return [], []
+    options = {"create_graph": True} if each.doubles else {}
+    found = grad(roots, inputs, seeds, retain_graph=True, allow_unused=True, **options)
+    more = [x.square().sum() for x in found if x is not None and x.requires_grad and x.layout is torch.strided]
+    return [tuple(None if x is None else x.detach() for x in found)], more
+
+
+def counts_no_messages(program: Program) -> bool:
+    """Whether some messages are made while a pass is under way, and belong to one inside of it."""
+    return any(isinstance(step, Checkpoint) and step.reentrant and step.calls for step in steps_of(program))
 
 
 def _take_gradients(wire: LocalWire, each: Pass, outcome: Outcome) -> None:
@@ -271,4 +318,5 @@ def traits_of(program: Program) -> set[str]:
         "anomaly mode": program.anomaly,
         "a function that fails": any(isinstance(step, Op) and step.name == "custom-!" for step in steps),
     }
+    checks |= wide_traits(program)
     return {name for name, there in checks.items() if there}
