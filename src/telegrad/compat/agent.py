@@ -76,9 +76,7 @@ class Agent:
             kept = self.worker.references.kept_for_others
             if not poll_until(lambda: not kept(), _LAST_DROPS):
                 self.leaks = kept()
-            shutdown.meet(
-                self.worker, "references_checked", 2 * _LAST_DROPS
-            )  # a worker that leaves has no RRefs any more
+            meet(self.worker, "references_checked", 2 * _LAST_DROPS)  # a worker that leaves has no RRefs any more
 
     def sync(self) -> None:
         """Nothing waits to be sent: a call is written before it returns."""
