@@ -365,6 +365,50 @@ def test_attributes_of_a_tensor_can_be_taken_along() -> None:
     assert y.note == "here"  # type: ignore[attr-defined]
 
 
+@fact_of("group_by_kind", "foreach_add_", "foreach_mul_", "foreach_norm", "foreach_clamp_min_", "foreach_clamp_max_")
+def test_functions_of_several_tensors() -> None:
+    single, double = torch.tensor([3.0, -4.0]), torch.tensor([1.0], dtype=torch.float64)
+    groups = _torch.group_by_kind([[single, double]], False)
+    found = {dtype: tensors for (_, dtype), ((tensors,), _) in groups.items()}
+    assert found[torch.float32][0] is single
+    assert found[torch.float64][0] is double
+    norms = _torch.foreach_norm([single, double], 2.0)  # also of several dtypes
+    assert [norm.item() for norm in norms] == [5.0, 1.0]
+    _torch.foreach_mul_([single], torch.tensor(2.0))
+    _torch.foreach_clamp_min_([single], -7.0)
+    _torch.foreach_clamp_max_([single], 5.0)
+    _torch.foreach_add_([single], [torch.ones(2)])
+    assert single.tolist() == [6.0, -6.0]
+
+
+@fact_of("unscale_together")
+def test_gradients_are_unscaled_together() -> None:
+    found = torch.zeros(())
+    gradient = torch.tensor([2.0, float("inf")])
+    _torch.unscale_together([gradient], found, torch.tensor(0.5))
+    assert gradient[0] == 1.0
+    assert found == 1.0
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_optimizers_look_up_what_gathers_on_the_object(cls: Any) -> None:
+    """optim/owner.py puts a function of its own there: one group after the other, the lists by position."""
+    weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    optimizer: Any = cls([{"params": [weight]} for weight in weights], lr=0.1)
+    seen = []
+
+    def gather(group: Any, params: list[Any], gradients: list[Any], *states: list[Any]) -> Any:
+        assert not (params or gradients or any(states))
+        seen.append(group["params"])
+        return cls._init_group(optimizer, group, params, gradients, *states)
+
+    optimizer._init_group = gather
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    optimizer.step()
+    assert [group[0] is weight for group, weight in zip(seen, weights, strict=True)] == [True, True]
+
+
 @fact_of("neg_view", "set_neg")
 def test_the_bit_for_negation() -> None:
     x = torch.tensor([1.0, -2.0])
@@ -417,13 +461,6 @@ def test_grad_mode_is_set() -> None:
     assert not torch.is_grad_enabled()
     _torch.set_grad_enabled(True)
     assert torch.is_grad_enabled()
-
-
-@fact_of("foreach_add")
-def test_tensors_are_added_to_together() -> None:
-    sums, terms = [torch.ones(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
-    _torch.foreach_add(sums, terms)
-    assert [found.tolist() for found in sums] == [[2, 2], [1, 1, 1]]
 
 
 @fact_of("OpOverload", "OpOverloadPacket")

@@ -53,12 +53,16 @@ set_object_state = cast(Any, torch)._utils._set_obj_state
 neg_view = torch._neg_view
 group_by_kind = _C._group_tensors_by_device_and_dtype
 unscale_together = torch._amp_foreach_non_finite_check_and_unscale_
+foreach_add_ = torch._foreach_add_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_clamp_min_ = torch._foreach_clamp_min_
+foreach_clamp_max_ = torch._foreach_clamp_max_
 set_neg = _C._set_neg
 set_conj = _C._set_conj
 make_per_tensor_quantized = torch._make_per_tensor_quantized_tensor
 make_per_channel_quantized = torch._make_per_channel_quantized_tensor
 
-foreach_add = torch._foreach_add_
 
 # modules, operators, TorchScript
 parse_to = _C._nn._parse_to

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from .._torch import current_graph_task_id, foreach_add, run_backward
+from .._torch import current_graph_task_id, foreach_add_, run_backward
 from ..primitives.torch_threads import prepared
 from .node_hooks import have_no_hooks
 
@@ -114,4 +114,4 @@ class Sums:
     def add_up(self) -> None:
         if self._old:
             with torch.no_grad():
-                foreach_add(self._old, self._new)
+                foreach_add_(self._old, self._new)

@@ -16,7 +16,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .._torch import group_by_kind, unscale_together
+from .._torch import (
+    foreach_clamp_max_,
+    foreach_clamp_min_,
+    foreach_mul_,
+    foreach_norm,
+    group_by_kind,
+    unscale_together,
+)
 from ..errors import GradientError
 from ..gradients import adding
 from ..primitives import current
@@ -394,7 +401,7 @@ def norms(context_id: int | None, rrefs: list[RRef[Any]], norm_type: float) -> N
         given = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in given]
     found: torch.Tensor | None = None
     if given:
-        each = torch._foreach_norm(given, norm_type)
+        each = foreach_norm(given, norm_type)
         if any(norm.device != each[0].device for norm in each):
             each = tuple(norm.cpu() for norm in each)
         found = torch.stack(each).cpu()
@@ -406,7 +413,7 @@ def scale(context_id: int | None, rrefs: list[RRef[Any]], factor: torch.Tensor) 
     params, gradients = _gradients(context_id, rrefs)
     if context_id is None:
         for (device, _), its in _by_kind(gradients).items():
-            torch._foreach_mul_(its, factor.to(device))
+            foreach_mul_(its, factor.to(device))
         return
     found = [(param, gradient) for param, gradient in zip(params, gradients, strict=True) if gradient is not None]
     factors = {device: factor.to(device) for device in {gradient.device for _, gradient in found}}
@@ -424,6 +431,6 @@ def clamp(rrefs: list[RRef[Any]], limit: float) -> int:
     """Returns where gradients were."""
     params, gradients = _gradients(None, rrefs)
     for its in _by_kind(gradients).values():
-        torch._foreach_clamp_min_(its, -limit)
-        torch._foreach_clamp_max_(its, limit)
+        foreach_clamp_min_(its, -limit)
+        foreach_clamp_max_(its, limit)
     return _where(gradients, None, params)
