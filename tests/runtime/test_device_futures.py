@@ -23,7 +23,7 @@ def devices() -> Iterator[None]:
     futures.devices[:] = [META]
     yield
     futures.devices.clear()
-    current.thread.used_devices.clear()
+    current.thread.used_devices = ()
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_an_answer_with_tensors_on_a_device_is_waited_for(
     decode = cluster.worker.decode
 
     def decode_on_device(*args: Any) -> Any:
-        current.thread.used_devices.append(META)
+        current.thread.used_devices = (META,)
         return decode(*args)
 
     monkeypatch.setattr(cluster.worker, "decode", decode_on_device)

@@ -401,9 +401,10 @@ def norms(context_id: int | None, rrefs: list[RRef[Any]], norm_type: float) -> N
         given = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in given]
     found: torch.Tensor | None = None
     if given:
-        each = foreach_norm(given, norm_type)
-        if any(norm.device != each[0].device for norm in each):
-            each = tuple(norm.cpu() for norm in each)
+        if any(gradient.device != given[0].device for gradient in given):
+            each = [torch.linalg.vector_norm(gradient, norm_type).cpu() for gradient in given]
+        else:
+            each = foreach_norm(given, norm_type)
         found = torch.stack(each).cpu()
     return found, [gradient is not None for gradient in gradients], _where(gradients, context_id, params)
 

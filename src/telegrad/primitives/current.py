@@ -64,11 +64,13 @@ class _Thread(threading.local):
     is_workers = False  # a worker has started it
     is_orphan = False  # that worker is the parent's, of which this process is a fork: see forks.py
     relieve: Callable[[], None] | None = None  # ends this thread's Turn with the read lease; None: it has none
+    is_main = False
+    used_devices: tuple[Any, ...] = ()  # of tensors that this thread has decoded: see futures.py
 
     def __init__(self) -> None:
-        # Not by current_thread(), which would keep an object for each thread that Python has not started.
+        # Not by current_thread(), which would keep an object for each thread that Python has not started. A finaliser
+        # may run in here, so nothing may be there only after it.
         self.is_main = threading.get_ident() == threading.main_thread().ident
-        self.used_devices: list[Any] = []  # of tensors that this thread has decoded: see futures.py
 
 
 thread = _Thread()

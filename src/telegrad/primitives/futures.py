@@ -33,7 +33,7 @@ def use_devices(device: torch.device | None = None) -> None:
     if not devices and (kind := torch.accelerator.current_accelerator()) is not None:
         devices[:] = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
     if device is not None and device not in current.thread.used_devices:
-        current.thread.used_devices.append(device)
+        current.thread.used_devices = (*current.thread.used_devices, device)
 
 
 os.register_at_fork(after_in_child=devices.clear)

@@ -360,7 +360,7 @@ class Calls:
         thread = current.thread
         before = thread.critical
         try:
-            thread.used_devices.clear()
+            thread.used_devices = ()
             value = self._open_answer(call)
             if thread.used_devices:
                 self._on_devices(call, future)
