@@ -402,10 +402,9 @@ def norms(context_id: int | None, rrefs: list[RRef[Any]], norm_type: float) -> N
     found: torch.Tensor | None = None
     if given:
         if any(gradient.device != given[0].device for gradient in given):
-            each = [torch.linalg.vector_norm(gradient, norm_type).cpu() for gradient in given]
+            found = torch.stack([torch.linalg.vector_norm(gradient, norm_type).cpu() for gradient in given])
         else:
-            each = foreach_norm(given, norm_type)
-        found = torch.stack(each).cpu()
+            found = torch.stack(foreach_norm(given, norm_type)).cpu()
     return found, [gradient is not None for gradient in gradients], _where(gradients, context_id, params)
 
 
