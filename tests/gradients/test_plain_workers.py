@@ -24,6 +24,7 @@ from telegrad.events import logger
 from telegrad.gradients.rooted_pass import _LEAST_LOOKING, looking_time
 from telegrad.gradients.seam import PlainEngine
 from telegrad.optim.owner import settle
+from telegrad.primitives import clock, current
 from telegrad.primitives.current import current_worker
 
 
@@ -186,6 +187,35 @@ def test_others_are_asked_before_the_time_limit_is_over(monkeypatch):
         assert again <= 0.75  # after a pause of a quarter, by the same deadline
         assert for_the_error <= 0.5
         monkeypatch.undo()
+
+
+def long_way(x: torch.Tensor) -> torch.Tensor:
+    """Has a history that no message carries to its end."""
+    for _ in range(40):
+        x = rpc.rpc_sync("c", torch.mul, args=(x, 2))
+    return x
+
+
+@pytest.mark.parametrize("function", [torch.autograd.backward, torch.autograd.grad])
+@pytest.mark.parametrize(("left", "most"), [(None, 2.0), (1.0, 1.0), (100.0, 2.0), (0.0, 0.0)])
+def test_asking_what_a_tensor_depends_on_is_part_of_each_time_limit(monkeypatch, function, left, most):
+    """`left` is what is left of the time of the call in which the pass begins; None: it begins in none."""
+    options = telegrad.Options(backward_timeout=2.0)
+    with telegrad.LocalCluster(["b", "c"], transport="inproc", options=options):
+        x = ones()
+        loss = rpc.rpc_sync("b", long_way, args=(x,)).sum()
+        asked: list[float] = []
+        host = current_worker().engine.host
+        monkeypatch.setattr(host, "ask", lambda *args: asked.append(args[-1]) or ({}, {}))  # nobody answers
+        serving = None if left is None else current.Serving("b", 1, clock.now() + left, 1)
+        token = current.serving.set(serving)
+        try:
+            with pytest.raises(errors.GradientError, match="does not answer"):
+                function(loss, **({"inputs": x} if function is torch.autograd.grad else {}))
+        finally:
+            current.serving.reset(token)
+            monkeypatch.undo()
+        assert bool(asked) == (most > 0) and all(seconds <= most for seconds in asked)
 
 
 def fill(to: str) -> None:

@@ -177,11 +177,11 @@ class Engine:
                     if type(member) is Past:
                         self._planner.check_own(member)
             if inputs is None:
-                plan = self._planner.plan(context, reach, edges, options[0] or patience)
+                plan = self._planner.plan(context, reach, edges, (options[0], patience))
                 roots = Roots(starts, gradients, leaves, checkpoints, reach)
             else:
                 targets = {edge_of(tensor) for tensor in inputs}
-                plan = self._planner.plan_for(context, reach, edges, targets, options[0] or patience)
+                plan = self._planner.plan_for(context, reach, edges, targets, (options[0], patience))
                 if not context_id and not plan.sends:
                     return None
                 roots = Roots(starts, gradients, inputs=tuple(inputs), accumulates=accumulates)

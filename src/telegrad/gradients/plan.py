@@ -25,6 +25,8 @@ from .plain import entries_of
 
 _ASKING = 60.0  # seconds in which others tell what this worker does not know, at most
 
+Limits = Sequence[float | None]  # of time, in seconds; None: no limit
+
 
 class Plan(msgspec.Struct, frozen=True):
     """The participants of a pass."""
@@ -42,17 +44,15 @@ class Planner:
         self._contexts = contexts
         self._host = host
 
-    def plan(
-        self, context: Context, received: Iterable[Member], edges: Sequence[Edge], seconds: float | None = None
-    ) -> Plan:
-        """Plans a pass over everything that the edges lead to, through these received tensors. Others are asked for so
-        many seconds at most."""
+    def plan(self, context: Context, received: Iterable[Member], edges: Sequence[Edge], limits: Limits = ()) -> Plan:
+        """Plans a pass over everything that the edges lead to, through these received tensors. Others are asked for as
+        many seconds as the shortest of the limits has."""
         if not received:
             return _NO_ONE
         sends: dict[int, Any] = {}
         apart: set[int] = set()
         own, here = self._id, context.received
-        for id in self._closure(context, received, edges, seconds):
+        for id in self._closure(context, received, edges, limits):
             if id > 0:  # else it is a group
                 worker = id >> COUNTER_BITS
                 if worker in sends:
@@ -91,10 +91,10 @@ class Planner:
         received: Iterable[Member],
         edges: Sequence[Edge],
         targets: set[Edge],
-        seconds: float | None = None,
+        limits: Limits = (),
     ) -> Plan:
         """Plans a pass over what leads from the edges to the targets, which are this worker's."""
-        entries = self._closure(context, received, edges, seconds)
+        entries = self._closure(context, received, edges, limits)
         known: dict[Node, bool] = {}
 
         def is_source(id: int) -> bool:
@@ -119,7 +119,7 @@ class Planner:
         )
 
     def _closure(
-        self, context: Context, received: Iterable[Member], edges: Sequence[Edge], seconds: float | None
+        self, context: Context, received: Iterable[Member], edges: Sequence[Edge], limits: Limits
     ) -> dict[int, LogEntry]:
         try:
             if context.id and Past not in map(type, received):
@@ -127,7 +127,11 @@ class Planner:
         except MissingEntryError:
             pass  # it has ended; or something upstream was sent outside of contexts, and is not known here
         try:
-            found = self._ask_for_closure(received, _ASKING if seconds is None else min(seconds, _ASKING))
+            seconds = _ASKING
+            for limit in limits:
+                if limit is not None and limit < seconds:
+                    seconds = limit
+            found = self._ask_for_closure(received, seconds)
             for id in found:  # those of others they say themselves
                 if id >> COUNTER_BITS == self._id and self._contexts.find_sent_anywhere(id) is None:
                     if not context.id:
