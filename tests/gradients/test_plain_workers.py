@@ -178,10 +178,18 @@ def test_others_are_asked_before_the_time_limit_is_over(monkeypatch):
         engine = current_worker().engine
         monkeypatch.setattr(b.engine, "on_message", lambda *args: None)  # what is sent there is lost
         asked: list[float] = []
-        monkeypatch.setattr(engine.host, "ask", lambda *args: asked.append(args[-1]) or ({}, {}))
+        waited: set[float | None] = set()  # until the others were asked
+
+        def ask(*args: Any) -> Any:
+            asked.append(args[-1])
+            waited.update(local.patience for local in engine.parts.all())
+            return {}, {}
+
+        monkeypatch.setattr(engine.host, "ask", ask)
         loss = rpc.rpc_sync("b", torch.mul, args=(ones(), 2)).sum()
         with pytest.raises(errors.BackwardError, match="nothing has moved"):
             loss.backward()
+        assert waited == {1.5}
         first, again, for_the_error = asked
         assert 0.9 < first <= 1.0
         assert again <= 0.75  # after a pause of a quarter, by the same deadline
