@@ -38,6 +38,7 @@ SHORT = {
     "gradients.contexts": {"_lock"},
     "gradients.dependency_log": {"_lock"},
     "gradients.participant": {"_lock"},
+    "gradients.rooted_pass": {"lock"},
     "events": {"_changing"},
     "references.owned_values": {"_lock"},
     "runtime.flow_control": {"_lock"},

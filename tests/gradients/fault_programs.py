@@ -378,7 +378,7 @@ def stuck_error(
         running = [state for state in graph.passes if not (state.awaited or state.is_done)]
         # Their reports may still be on their way to the root.
         (root,) = current.current_worker().engine._roots.values()
-        heard_of = not root.state.missing & {state.worker for state in graph.passes if state.is_done}
+        heard_of = not root.missing & {state.worker for state in graph.passes if state.is_done}
         return len(graph.awaited) == awaited and len(running) == 1 and heard_of  # it is the one at the gate
 
     wait_until(stands_still, "the pass stands still")

@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 
 from telegrad.gradients.backward_pass import (
-    Abort,
+    ABORT,
+    COMMIT,
+    DROP,
+    FINISH,
+    REPORT,
+    START,
+    WAKE,
     BackwardPass,
-    Commit,
-    Complete,
-    Discard,
-    Finish,
-    Interrupt,
+    Failed,
     Late,
+    Outcome,
     Part,
     ProtocolViolationError,
-    Report,
-    Start,
     State,
-    Wake,
 )
 
 ROOT, A, B, STRANGER = 0, 1, 2, 9
@@ -48,34 +48,34 @@ BROKEN = CrashError("broken")
 
 def test_a_part_from_begin_to_end():
     part = Part()
-    assert part.on_begin({LAST, FIRST}) == []
-    assert part.sends == (FIRST, LAST)
-    assert part.on_gradients(FIRST) == []  # the engine has nothing to do before the last Send has its own
-    assert part.on_gradients(LAST) == [Start()]
-    assert part.on_local_end() == [Report(None)]
-    assert part.on_end("") == [Commit()]
+    assert part.on_begin({LAST, FIRST}) is None
+    assert part.order == (FIRST, LAST)
+    assert part.on_gradients(FIRST) is None  # the engine has nothing to do before the last Send has its own
+    assert part.on_gradients(LAST) is START
+    assert part.on_local_end() is REPORT
+    assert part.on_end("") is COMMIT
     assert part.state is State.FINISHED and part.is_over
 
 
 def test_the_engine_starts_with_the_last_send_and_is_woken_for_the_others():
     part = Part()
     part.on_begin([FIRST, LAST])
-    assert part.on_gradients(LAST) == [Start()]
-    assert part.on_gradients(FIRST) == [Wake(FIRST)]
+    assert part.on_gradients(LAST) is START
+    assert part.on_gradients(FIRST) is WAKE
 
 
 def test_gradients_that_come_before_the_begin_are_kept():
     part = Part()
-    assert part.on_gradients(LAST) == []
-    assert part.on_gradients(FIRST) == []
+    assert part.on_gradients(LAST) is None
+    assert part.on_gradients(FIRST) is None
     assert part.state is State.EARLY
-    assert part.on_begin([FIRST, LAST]) == [Start()]
+    assert part.on_begin([FIRST, LAST]) is START
     assert part.arrived == {FIRST, LAST}
 
 
 def test_a_root_starts_at_once_and_so_does_a_part_with_nothing_to_wait_for():
-    assert Part(is_root=True).on_begin([FIRST]) == [Start()]
-    assert Part().on_begin([]) == [Start()]
+    assert Part(is_root=True).on_begin([FIRST]) is START
+    assert Part().on_begin([]) is START
 
 
 @pytest.mark.parametrize("begun_first", [True, False])
@@ -83,53 +83,54 @@ def test_gradients_of_a_send_that_takes_no_part_are_refused(begun_first):
     part = Part()
     events = [lambda: part.on_begin([FIRST, LAST]), lambda: part.on_gradients(UNKNOWN)]
     for event in events if begun_first else reversed(events):
-        instructions = event()
-    interrupt, discard, report = instructions
-    assert (interrupt, discard) == (Interrupt(), Discard())
-    assert isinstance(report.error, ProtocolViolationError)
-    assert f"message {UNKNOWN}" in str(report.error)
+        outcome = event()
+    assert isinstance(outcome, Failed)
+    assert isinstance(outcome.error, ProtocolViolationError)
+    assert f"message {UNKNOWN}" in str(outcome.error)
 
 
 def test_gradients_that_come_twice_are_refused():
     part = Part()
     part.on_begin([FIRST, LAST])
     part.on_gradients(FIRST)
-    *_, report = part.on_gradients(FIRST)
-    assert isinstance(report.error, ProtocolViolationError)
-    assert f"message {FIRST} came twice" in str(report.error)
+    outcome = part.on_gradients(FIRST)
+    assert isinstance(outcome, Failed)
+    assert isinstance(outcome.error, ProtocolViolationError)
+    assert f"message {FIRST} came twice" in str(outcome.error)
 
 
 def test_gradients_that_come_twice_before_the_begin_are_refused():
     part = Part()
     part.on_gradients(FIRST)
-    *_, report = part.on_gradients(FIRST)
-    assert "came twice" in str(report.error)
-    *_, refused = [*part.on_begin([FIRST]), None]
-    assert refused is None and part.state is State.REPORTED
+    outcome = part.on_gradients(FIRST)
+    assert isinstance(outcome, Failed)
+    assert "came twice" in str(outcome.error)
+    assert part.on_begin([FIRST]) is None
+    assert part.state is State.REPORTED
 
 
 def test_a_pass_that_is_begun_twice_fails():
     part = Part()
     part.on_begin([FIRST])
-    assert part.on_begin([FIRST])[:2] == [Interrupt(), Discard()]
+    assert isinstance(part.on_begin([FIRST]), Failed)
     assert part.state is State.REPORTED
 
 
 def test_an_abort_before_the_begin_leaves_a_part_that_never_begins():
     part = Part()
     part.on_gradients(FIRST)
-    assert part.on_end("the deadline") == [Interrupt(), Discard()]
-    assert part.on_begin([FIRST]) == [Late("the begin of a pass")]
-    assert part.on_gradients(LAST) == [Late(f"the gradients of message {LAST}")]
+    assert part.on_end("the deadline") is DROP
+    assert part.on_begin([FIRST]) == Late("the begin of a pass")
+    assert part.on_gradients(LAST) == Late(f"the gradients of message {LAST}")
 
 
 def test_the_end_of_a_pass_that_is_not_done_here_drops_what_it_has_gathered():
     part = Part()
     part.on_begin([FIRST])
     part.on_gradients(FIRST)
-    assert part.on_end("") == [Interrupt(), Discard()]
+    assert part.on_end("") is DROP
     assert part.state is State.ABORTED
-    assert part.on_local_end() == []  # the engine ends later, and nobody wants to hear of it
+    assert part.on_local_end() is None  # the engine ends later, and nobody wants to hear of it
 
 
 def test_a_part_that_has_failed_is_never_committed():
@@ -137,7 +138,7 @@ def test_a_part_that_has_failed_is_never_committed():
     part.on_begin([10])
     part.on_gradients(10)
     part.on_local_end(ValueError("broken"))
-    assert Commit() not in part.on_end("")
+    assert part.on_end("") is DROP
     assert part.state is State.ABORTED
 
 
@@ -145,13 +146,13 @@ def test_the_loss_of_a_worker_matters_until_the_report():
     lost = ConnectionError("gone")
     part = Part()
     part.on_begin([10])
-    assert Report(lost) in part.on_lost(lost)
+    assert part.on_lost(lost) == Failed(lost)
     part = Part()
     part.on_begin([10])
     part.on_gradients(10)
     part.on_local_end()
-    assert part.on_lost(lost) == []
-    assert part.on_end("") == [Commit()]
+    assert part.on_lost(lost) is None
+    assert part.on_end("") is COMMIT
 
 
 # -- one worker's part, every sequence ---------------------------------------------------------------------
@@ -166,15 +167,14 @@ class SeenOfPart:
     failed: str = ""  # the first failure
     starts: int = 0
     reports: tuple[str, ...] = ()
-    interrupts: int = 0
-    discarded: bool = False
+    dropped: bool = False  # the engine was interrupted, and what was gathered has gone
     commits: int = 0
     came: frozenset[int] = frozenset()  # gradients that were in time
     at_start: frozenset[int] = frozenset()  # those that the engine found when it started
     woken: frozenset[int] = frozenset()
 
 
-PART_EVENTS: dict[str, Callable[[Part], list[Any]]] = {
+PART_EVENTS: dict[str, Callable[[Part], Outcome]] = {
     "begin": lambda part: part.on_begin([LAST, FIRST]),
     "gradients of the first": lambda part: part.on_gradients(FIRST),
     "gradients of the last": lambda part: part.on_gradients(LAST),
@@ -191,41 +191,42 @@ MESSAGES = {
 }
 
 
-def after(seen: SeenOfPart, part: Part, was: Part, event: str, instructions: list[Any]) -> SeenOfPart:
+def after(seen: SeenOfPart, part: Part, was: Part, event: str, outcome: Outcome) -> SeenOfPart:
     """What was seen, with one more event. Asserts all that must hold of it."""
-    kinds = [type(i) for i in instructions]
+    is_late = isinstance(outcome, Late)
     if seen.over:
-        assert kinds in ([], [Late]), "nothing is done after the end"
+        assert outcome is None or is_late, "nothing is done after the end"
         assert part.state is was.state
         return seen
     if event == "begin" and not seen.begun and not seen.failed:
         seen = replace(seen, begun=True)
-    if (message := MESSAGES.get(event)) is not None and Late not in kinds:
+    if (message := MESSAGES.get(event)) is not None and not is_late:
         assert not seen.reports, "gradients after the report are late"
         seen = replace(seen, came=seen.came | {message})
-    for instruction in instructions:
-        match instruction:
-            case Start():
-                assert seen.begun and not seen.reports
-                assert was.is_root or LAST in seen.came, "it would only wait"
-                seen = replace(seen, starts=seen.starts + 1, at_start=seen.came)
-            case Wake(message):
-                assert seen.starts == 1 and not seen.reports
-                assert message in seen.came and message not in seen.woken | seen.at_start
-                seen = replace(seen, woken=seen.woken | {message})
-            case Report(error):
-                assert (error is None) == (event == "done")
-                text = "" if error is None else str(error)
-                seen = replace(seen, reports=(*seen.reports, text or "done"), failed=seen.failed or text)
-            case Interrupt():
-                seen = replace(seen, interrupts=seen.interrupts + 1)
-            case Discard():
-                seen = replace(seen, discarded=True)
-            case Commit():
-                assert event == "finished" and seen.reports == ("done",)
-                seen = replace(seen, commits=seen.commits + 1)
-            case Late():
-                assert seen.reports
+    if outcome is START:
+        assert seen.begun and not seen.reports
+        assert was.is_root or LAST in seen.came, "it would only wait"
+        seen = replace(seen, starts=seen.starts + 1, at_start=seen.came)
+    elif outcome is WAKE:
+        assert seen.starts == 1 and not seen.reports
+        assert message is not None and message in seen.came and message not in seen.woken | seen.at_start
+        seen = replace(seen, woken=seen.woken | {message})
+    elif outcome is REPORT:
+        assert event == "done"
+        seen = replace(seen, reports=(*seen.reports, "done"))
+    elif isinstance(outcome, Failed):
+        assert event != "done"
+        text = str(outcome.error)
+        seen = replace(seen, reports=(*seen.reports, text), failed=seen.failed or text, dropped=True)
+    elif outcome is DROP:
+        seen = replace(seen, dropped=True)
+    elif outcome is COMMIT:
+        assert event == "finished" and seen.reports == ("done",)
+        seen = replace(seen, commits=seen.commits + 1)
+    elif is_late:
+        assert seen.reports
+    else:
+        assert outcome is None
     if event in ("finished", "abort"):
         seen = replace(seen, over=True)
     assert seen.starts <= 1
@@ -233,7 +234,7 @@ def after(seen: SeenOfPart, part: Part, was: Part, event: str, instructions: lis
     assert seen.commits <= (part.state is State.FINISHED)
     assert part.is_over == seen.over
     if seen.failed or (seen.over and not seen.commits):
-        assert seen.discarded and seen.interrupts, "the engine must not be left waiting, nor its sums kept"
+        assert seen.dropped, "the engine must not be left waiting, nor its sums kept"
     if seen.begun and not seen.reports and not seen.over:
         assert bool(seen.starts) == (part.is_root or LAST in seen.came)
         if seen.starts:
@@ -266,7 +267,7 @@ def test_every_sequence_of_events_of_a_part(is_root):
     # In each of them an abort ends it.
     for part, seen in reached:
         if not seen.over:
-            assert part.on_end("aborted") == [Interrupt(), Discard()]
+            assert part.on_end("aborted") is DROP
         assert part.is_over
 
 
@@ -278,7 +279,7 @@ def test_every_order_of_begin_and_gradients_starts_the_engine_once_and_loses_not
             seen = after(seen, part, was, name, PART_EVENTS[name](part))
         assert seen.starts == 1
         assert seen.at_start | seen.woken == {FIRST, LAST}
-        assert part.on_local_end() == [Report(None)]
+        assert part.on_local_end() is REPORT
 
 
 # -- the root's view, by hand ------------------------------------------------------------------------------
@@ -286,38 +287,45 @@ def test_every_order_of_begin_and_gradients_starts_the_engine_once_and_loses_not
 
 def test_a_pass_is_done_when_everybody_is():
     state = BackwardPass(ROOT, [A, B])
-    assert state.on_report(B, None) == []
-    assert state.on_report(ROOT, None) == []
+    assert state.on_report(B, None) is None
+    assert state.on_report(ROOT, None) is None
     assert state.missing == {A}
-    assert state.on_report(A, None) == [Finish((A, B)), Complete(None)]
+    assert state.on_report(A, None) is FINISH
+    assert state.others == (A, B)
 
 
 def test_a_pass_with_no_other_worker():
-    assert BackwardPass(ROOT, []).on_report(ROOT, None) == [Finish(()), Complete(None)]
-    assert BackwardPass(ROOT, [ROOT]).on_report(ROOT, None) == [Finish(()), Complete(None)]
+    for participants in ([], [ROOT]):
+        state = BackwardPass(ROOT, participants)
+        assert state.on_report(ROOT, None) is FINISH
+        assert state.others == ()
 
 
 def test_the_first_failure_wins():
     state = BackwardPass(ROOT, [A, B])
-    assert state.on_report(B, BROKEN) == [Abort((A, B), "CrashError: broken"), Complete(BROKEN, B)]
-    (late,) = state.on_report(A, ValueError("second"))
+    assert state.on_report(B, BROKEN) is ABORT
+    assert (state.error, state.worker) == (BROKEN, B)
+    late = state.on_report(A, ValueError("second"))
     assert isinstance(late, Late) and "worker 1" in late.what and "second" in late.what
-    assert state.on_lost(A, BROKEN) == []
-    assert state.on_failure(BROKEN) == []
-    assert state.on_report(ROOT, None) == []
+    assert state.on_lost(A, BROKEN) is None
+    assert state.on_failure(BROKEN) is None
+    assert state.on_report(ROOT, None) is None
+    assert (state.error, state.worker) == (BROKEN, B)
 
 
 def test_the_loss_of_a_participant_fails_the_pass_and_that_of_another_worker_does_not():
     state = BackwardPass(ROOT, [A, B])
-    assert state.on_lost(STRANGER, BROKEN) == []
-    assert state.on_report(A, None) == []
+    assert state.on_lost(STRANGER, BROKEN) is None
+    assert state.on_report(A, None) is None
     # Also one that has reported: whether its gradients count there is known to nobody any more.
-    assert state.on_lost(A, BROKEN) == [Abort((A, B), "CrashError: broken"), Complete(BROKEN, A)]
+    assert state.on_lost(A, BROKEN) is ABORT
+    assert (state.error, state.worker) == (BROKEN, A)
 
 
 def test_a_deadline_is_the_roots_own_failure():
     state = BackwardPass(ROOT, [A])
-    assert state.on_failure(TimeoutError("late"))[-1].worker == ROOT
+    assert state.on_failure(TimeoutError("late")) is ABORT
+    assert state.worker == ROOT
 
 
 # -- the root's view, every sequence -----------------------------------------------------------------------
@@ -330,7 +338,7 @@ class SeenOfRoot:
     completes: int = 0
 
 
-def root_events() -> dict[str, tuple[Callable[[BackwardPass], list[Any]], BaseException | None, int]]:
+def root_events() -> dict[str, tuple[Callable[[BackwardPass], Outcome], BaseException | None, int]]:
     """By name: the event, the error that it brings, and whose it is."""
     events: dict[str, Any] = {}
     for worker in (ROOT, A, B, STRANGER):
@@ -357,28 +365,28 @@ def test_every_sequence_of_events_of_the_root():
         for name, (event, error, worker) in events.items():
             now_state = copy.copy(state)
             now_state.missing = set(state.missing)
-            instructions = event(now_state)
+            outcome = event(now_state)
             now = seen
             if name.startswith("done") and not seen.completes:
                 now = replace(now, reported=now.reported | {worker})
             matters = error is not None and name != f"lost {STRANGER}"
             if seen.completes:
-                assert [type(i) for i in instructions] in ([], [Late])
-                assert bool(instructions) == name.startswith("failed"), "late failures are logged"
+                assert isinstance(outcome, Late) if name.startswith("failed") else outcome is None, "these are logged"
+                assert (now_state.error, now_state.worker) == (state.error, state.worker), "the first one wins"
             elif matters:
-                reason = f"CrashError: {error}"
-                assert instructions == [Abort((A, B), reason), Complete(error, worker)], "the first one wins"
+                assert outcome is ABORT
+                assert (now_state.error, now_state.worker) == (error, worker)
                 now = replace(now, told=(*now.told, "abort"), completes=now.completes + 1)
                 failed += 1
             elif now.reported >= {ROOT, A, B}:
-                assert instructions == [Finish((A, B)), Complete(None)]
+                assert outcome is FINISH and now_state.error is None
                 now = replace(now, told=(*now.told, "finish"), completes=now.completes + 1)
                 finished += 1
             else:
-                assert instructions == []
+                assert outcome is None
             assert now.completes <= 1 and len(now.told) <= 1
             assert now_state.is_over == bool(now.completes)
-            key = (frozenset(now_state.missing), now_state.is_over, now)
+            key = (frozenset(now_state.missing), now_state.is_over, repr(now_state.error), now)
             if key not in known:
                 known.add(key)
                 waiting.append((now_state, now))
@@ -442,31 +450,25 @@ class World:
             self.send(worker, worker + 1, "gradients", 10 * (worker + 1))
         self.follow(worker, self.parts[worker].on_local_end())
 
-    def follow(self, worker: int, instructions: list[Any]) -> None:
-        for instruction in instructions:
-            match instruction:
-                case Start():
-                    self.engines |= {worker}
-                case Interrupt():
-                    self.engines -= {worker}
-                case Report(error):
-                    if worker == ROOT:
-                        self.follow_root(self.root.on_report(ROOT, error))
-                    else:
-                        self.send(worker, ROOT, "report", error is not None)
-                case Commit():
-                    self.committed |= {worker}
+    def follow(self, worker: int, outcome: Outcome) -> None:
+        if outcome is START:
+            self.engines |= {worker}
+        elif outcome is DROP or isinstance(outcome, Failed):
+            self.engines -= {worker}
+        elif outcome is COMMIT:
+            self.committed |= {worker}
+        if outcome is REPORT or isinstance(outcome, Failed):
+            error = None if outcome is REPORT else outcome.error
+            if worker == ROOT:
+                self.follow_root(self.root.on_report(ROOT, error))
+            else:
+                self.send(worker, ROOT, "report", error is not None)
 
-    def follow_root(self, instructions: list[Any]) -> None:
-        for instruction in instructions:
-            match instruction:
-                case Finish(workers):
-                    self.tell(workers, "")
-                case Abort(workers, reason):
-                    self.tell(workers, reason)
-                case Complete(error, worker):
-                    assert not self.result
-                    self.result = ("failed", worker) if error is not None else ("done",)
+    def follow_root(self, outcome: Outcome) -> None:
+        if outcome is FINISH or outcome is ABORT:
+            assert not self.result
+            self.tell(self.root.others, "" if outcome is FINISH else "aborted")
+            self.result = ("done",) if outcome is FINISH else ("failed", self.root.worker)
 
     def tell(self, workers: tuple[int, ...], aborted: str) -> None:
         self.follow(ROOT, self.parts[ROOT].on_end(aborted))

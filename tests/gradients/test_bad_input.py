@@ -515,7 +515,7 @@ def send_no_gradients() -> None:
         if not isinstance(body, Gradients):
             return post(to, envelope, body, *rest)
         deadline = time.monotonic() + 1
-        part = engine.parts.passes.get(envelope.autograd.during).part
+        part = engine.parts.passes.get(envelope.autograd.during)
         while part.state is not State.REPORTED and time.monotonic() < deadline:
             threading.Event().wait(0.001)
         raise errors.EncodeError("made up")

@@ -37,7 +37,7 @@ import telegrad
 from telegrad import autograd, errors, rpc
 from telegrad.events import Event
 from telegrad.gradients import in_process, leaves
-from telegrad.gradients.backward_pass import BackwardPass, Finish
+from telegrad.gradients.backward_pass import FINISH, BackwardPass, Outcome
 from telegrad.messages import Envelope, Kind
 from telegrad.primitives import clock, current
 from telegrad.primitives.waiter import Waiter
@@ -105,12 +105,12 @@ def test_a_pass_whose_time_is_over_as_the_last_report_comes(workers, monkeypatch
     reported, over = threading.Event(), threading.Event()
     on_report = BackwardPass.on_report
 
-    def slowly(self: BackwardPass, worker: int, error: BaseException | None) -> list:
-        instructions = on_report(self, worker, error)
-        if instructions and isinstance(instructions[0], Finish):
+    def slowly(self: BackwardPass, worker: int, error: BaseException | None) -> Outcome:
+        outcome = on_report(self, worker, error)
+        if outcome is FINISH:
             reported.set()
             assert over.wait(PATIENCE)
-        return instructions
+        return outcome
 
     def wait_without_reading(waiter: Waiter, peer: int, deadline: float, turn: object) -> None:
         assert reported.wait(PATIENCE)

@@ -11,7 +11,6 @@ import torch
 
 from telegrad.errors import PeerLostError
 from telegrad.events import Events
-from telegrad.gradients.backward_pass import Part
 from telegrad.gradients.contexts import Contexts, Sent
 from telegrad.gradients.local_pass import LocalPass
 from telegrad.gradients.participant import Parts
@@ -123,7 +122,7 @@ def test_a_batch_with_a_lie_in_it_is_dropped_as_a_whole(caplog):
     envelope = Envelope(Kind.GRADIENTS, 1, worker.sends[1], autograd=autograd)
     assert worker.parts.on_gradients(OTHER, envelope, None) is None
     assert "gradients of message 12345, which it was not sent" in caplog.text
-    assert not worker.parts.passes[PASS].part.arrived
+    assert not worker.parts.passes[PASS].arrived
 
 
 def test_tombstones_are_limited(monkeypatch):
@@ -137,10 +136,10 @@ def test_tombstones_are_limited(monkeypatch):
 def test_the_part_of_a_root_never_counts_as_one_that_did_not_begin(jumping_clock):
     """It takes its time to tell all participants, and begins after that."""
     worker = Worker()
-    local = LocalPass(PASS, Part(is_root=True), clock.now())
+    local = LocalPass(is_root=True, pass_id=PASS, since=clock.now())
     local.context = worker.context
     worker.parts.add(local)
     jumping_clock.jump(3600.0)
     worker.parts.end_early_ones()
     assert worker.parts.passes[PASS] is local
-    assert not local.part.is_over
+    assert not local.is_over

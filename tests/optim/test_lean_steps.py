@@ -301,11 +301,6 @@ def test_zero_grad_among_passes_of_other_roots():
         optimizer.zero_grad()
 
 
-class Part:
-    def __init__(self, state: State) -> None:
-        self.state = state
-
-
 class Pass:
     """Of worker 7."""
 
@@ -313,7 +308,7 @@ class Pass:
     pass_id = 7 << 48
 
     def __init__(self) -> None:
-        self.part, self.gradient = Part(State.REPORTED), torch.ones(1)
+        self.state, self.gradient = State.REPORTED, torch.ones(1)
 
 
 @pytest.mark.parametrize("was_read_together", [True, False])
@@ -336,11 +331,11 @@ def test_an_end_that_is_read_after_zero_grad_but_together_with_it(was_read_toget
     named.params = [leaf]
     task = commits.on_clear(3, named, [local])
     if was_read_together:
-        local.part.state = State.FINISHED
+        local.state = State.FINISHED
         commits.due.append(local)
     after.pop()()
     if not was_read_together:
-        local.part.state = State.FINISHED
+        local.state = State.FINISHED
         commits.due.append(local)
     task()
     assert (leaf.grad is None) is was_read_together

@@ -74,11 +74,11 @@ class Commits:
             text = "worker %r: worker %r (id %d) wants gradients cleared for what is no optimizer here; this is dropped"
             log_by(self._host.submit, logging.WARNING, text, self._worker, self._host.name_of(peer), peer)
             return None
-        others = [p for p in passes if p.part.state is State.REPORTED and sender_of(p.pass_id) != peer]
+        others = [p for p in passes if p.state is State.REPORTED and sender_of(p.pass_id) != peer]
         known = Event()
 
         def look_again() -> None:
-            others[:] = [p for p in others if p.part.state is State.FINISHED and p.adds_to_grad]
+            others[:] = [p for p in others if p.state is State.FINISHED and p.adds_to_grad]
             known.set()
 
         def clear_now() -> None:
@@ -111,7 +111,7 @@ class Commits:
                     with context.lock:
                         context.gradients.take_over(gradients)
         except Exception as error:
-            if local.part.is_root:  # for backward(): this thread may be one that has come with something else
+            if local.is_root:  # for backward(): this thread may be one that has come with something else
                 local.not_added = error
                 return
             # Without its traceback: a log handler that keeps it would keep the frames, and what they hold.

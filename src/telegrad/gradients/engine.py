@@ -34,7 +34,7 @@ from ..messages import COUNTER_BITS, Begin, Done, End, Envelope, Failure, Forget
 from ..primitives import clock, current
 from ..primitives.interrupts import critical, deferred, deliver, getsignal, guard, interruptible, on_signal, run_all
 from . import averaged, devices, in_process, seam
-from .backward_pass import Abort, BackwardPass, Complete, Finish, Late, Part, RootInstruction
+from .backward_pass import ABORT, FINISH, Late, Outcome
 from .contexts import Context, Contexts
 from .ends import Ends
 from .engine_call import LatePassError
@@ -189,16 +189,16 @@ class Engine:
             sends, wanted = plan.sends, plan.wanted
             own = None if wanted is None else wanted.get(self.id, ())
             begin = Begin(pass_id, context.id, sends.get(self.id, ()), *options, own, modes)
-            root = RootedPass(begin, BackwardPass(self.id, sends))
-            root.patience = patience
-            local = LocalPass(pass_id, Part(is_root=True), clock.now())
-            local.context, local.begin, local.roots = context, begin, roots
+            root = RootedPass(begin, self.id, sends, patience)
+            local = LocalPass(
+                is_root=True, pass_id=pass_id, since=clock.now(), context=context, begin=begin, roots=roots
+            )
             if patience is not None:
                 local.patience = patience - looking_time(patience)
                 local.moves = partial(moves, root, self.id, self.host)
             local.deadline = None if begin.timeout is None else began + begin.timeout  # planning counts in
             local.depth = serving.depth + 1 if (serving := current.current_serving()) else 1
-            for worker in root.state.others:
+            for worker in root.others:
                 theirs = None if wanted is None else wanted.get(worker, ())
                 begin = Begin(pass_id, context.id, sends[worker], *options, theirs, modes)
                 local.outboxes[worker] = Outbox(worker, begin)
@@ -206,7 +206,7 @@ class Engine:
             self._roots[pass_id] = root
             try:
                 self.parts.add(local)
-                if root.state.is_over:  # it failed before its part was there to be ended
+                if root.is_over:  # it failed before its part was there to be ended
                     self.parts.end(local, "it has failed")
                 self._run_everywhere(root, local, plan.apart)
             finally:
@@ -222,29 +222,29 @@ class Engine:
                 deliver()
 
     def _run_everywhere(self, root: RootedPass, local: LocalPass, apart: frozenset[int]) -> None:
-        others = root.state.others
+        others = root.others
         inside = current_graph_task_id() >= 0
         turn = local.turn = self.host.begin_turn() if others and not inside else None
         try:
             for outbox in list(local.outboxes.values()) if apart else ():
                 if outbox.worker in apart:
                     self.parts.poster.begin(local, outbox)
-            instructions = local.start(self._contexts)
+            outcome = local.start(self._contexts)
             if inside and not devices.is_thread_of_torch():
                 # Not inside of another engine call: its thread would work off nodes of this one.
-                self.host.submit(partial(self.parts.carry_out, local, instructions))
+                self.host.submit(partial(self.parts.follow, local, outcome))
             else:
                 local.on_own_thread = True
-                self.parts.carry_out(local, instructions)
+                self.parts.follow(local, outcome)
             while not root.waiter.done:
                 self.host.wait(root.waiter, others[0] if others else self.id, local.wait_until(), turn)
                 if root.waiter.done or not local.goes_on():
                     break
             if not root.waiter.done:
-                self._on(root, root.state.on_failure, late_error(root, self.host))
+                self._on(root, root.on_failure, late_error(root, self.host))
             self._finish(root)
         except BaseException as error:
-            self._on(root, root.state.on_failure, error)
+            self._on(root, root.on_failure, error)
             self._finish(root)  # all had reported when it came
             if not isinstance(error, Exception):
                 raise
@@ -254,38 +254,34 @@ class Engine:
             if turn is not None:
                 turn.end()
 
-    def _on(self, root: RootedPass, event: Callable[..., list[RootInstruction]], *args: Any) -> None:
-        """Has the state of a pass take an event, and carries out what follows."""
+    def _on(self, root: RootedPass, event: Callable[..., Outcome], *args: Any) -> None:
+        """Has a pass take an event that may end it with an error."""
         with root.lock:
-            instructions = event(*args)
-        self._carry_out(root, instructions)
+            outcome, error = event(*args), root.error  # which the thread that waits clears when it has raised it
+        pass_id = root.begin.pass_id
+        if outcome is ABORT:
+            assert error is not None
+            reason = f"{type(error).__name__}: {text_of(error)}"
+            if (local := self.parts.passes.get(pass_id)) is not None:
+                self.parts.end(local, reason)
+            # Not by this thread: a worker that takes nothing must not hold up the error.
+            self.host.submit(partial(self.ends.tell_pass, pass_id, root.others, reason))
+            if not root.waiter.done:
+                root.waiter.set_done()
+        elif type(outcome) is Late:
+            log_by(self.host.submit, logging.INFO, _LATE, outcome.what, pass_id)
 
     def _finish(self, root: RootedPass) -> None:
         """Says the last word, if all have reported; once."""
         with root.lock:
-            finishing, root.finishing = root.finishing, []
-        self._carry_out(root, finishing)
-
-    def _carry_out(self, root: RootedPass, instructions: list[RootInstruction]) -> None:
-        for instruction in instructions:
-            match instruction:
-                case Finish(workers):
-                    try:  # the others first: adding this worker's gradients up may fail
-                        self._tell_end(root.begin, workers)
-                    finally:
-                        if (local := self.parts.passes.get(root.begin.pass_id)) is not None:
-                            self.parts.end(local, "")
-                case Abort(workers, reason):
-                    if (local := self.parts.passes.get(root.begin.pass_id)) is not None:
-                        self.parts.end(local, reason)
-                    # Not by this thread: a worker that takes nothing must not hold up the error.
-                    self.host.submit(partial(self.ends.tell_pass, root.begin.pass_id, workers, reason))
-                case Complete(error, worker):
-                    root.error, root.worker = error, worker
-                    if not root.waiter.done:
-                        root.waiter.set_done()
-                case Late(what):
-                    log_by(self.host.submit, logging.INFO, _LATE, what, root.begin.pass_id)
+            is_due, root.is_unsaid = root.is_unsaid, False
+        if not is_due:
+            return
+        try:  # the others first: adding this worker's gradients up may fail
+            self._tell_end(root.begin, root.others)
+        finally:
+            if (local := self.parts.passes.get(root.begin.pass_id)) is not None:
+                self.parts.end(local, "")
 
     def _tell_end(self, begin: Begin, workers: Sequence[int]) -> None:
         if not begin.into_grad:
@@ -347,16 +343,16 @@ class Engine:
         root = self._roots.get(pass_id)
         if root is None:
             log_by(self.host.submit, logging.INFO, _LATE, f"the report of worker {peer}", pass_id)
-        elif peer not in root.state.others and peer != self.id:
+        elif peer not in root.others and peer != self.id:
             self.parts.disbelieve(peer, f"a report of pass {pass_id}, which it has no part in")
         elif failure is not None:
             return partial(self._on_failed, root, peer, failure)  # which may run users' code
         else:
             with root.lock:  # a thread that finds the pass over must also find what is left to do
-                instructions = root.state.on_report(peer, None)
-                if instructions:  # the last word is left to the thread that waits: backward() returns after it
-                    root.finishing = instructions
-            if instructions:
+                is_done = root.on_report(peer, None) is FINISH
+                if is_done:  # the last word is left to the thread that waits: backward() returns after it
+                    root.is_unsaid = True
+            if is_done:
                 root.waiter.set_done()
         return None
 
@@ -366,7 +362,7 @@ class Engine:
             error = self.host.decode_error(failure, name)
         except Exception as undecoded:  # else the pass would wait for a report that has come
             error = RemoteError(f"worker {name!r} failed, and its error cannot be rebuilt here: {text_of(undecoded)}")
-        self._on(root, root.state.on_report, peer, error)
+        self._on(root, root.on_report, peer, error)
 
     def _on_report_here(self, local: LocalPass, error: BaseException | None) -> None:
         """Takes the report of this worker's own part."""
@@ -376,7 +372,7 @@ class Engine:
             if isinstance(error, LatePassError):
                 error = late_error(root, self.host)
             # If the pass was already aborted, the first error wins and this one is dropped.
-            self._on(root, root.state.on_report, self.id, error)
+            self._on(root, root.on_report, self.id, error)
 
     # -- ends ------------------------------------------------------------------------------------------
 
@@ -413,7 +409,7 @@ class Engine:
         for local in passes:
             root = self._roots.get(local.pass_id)
             if root is not None:
-                self._on(root, root.state.on_failure, error)
+                self._on(root, root.on_failure, error)
             else:
                 self.parts.end(local, str(error))
 
@@ -423,7 +419,7 @@ class Engine:
         lost.worker_id = peer
         self.ends.on_lost(peer)
         for root in list(self._roots.values()):
-            self._on(root, root.state.on_lost, peer, lost)
+            self._on(root, root.on_lost, peer, lost)
         self.parts.on_lost(peer, name, lost)
         for context in self._contexts.of_owner(peer):
             self.release(context.id, told_by=peer)
@@ -443,7 +439,7 @@ class Engine:
         self.parts.close()
         ended = NotStartedError(f"worker {self._name!r} was shut down during a backward pass")
         for root in list(self._roots.values()):  # also those whose own part is not in the table yet
-            self._on(root, root.state.on_failure, ended)
+            self._on(root, root.on_failure, ended)
         self._end(self.parts.all(), ended)
         for context in self._contexts.all():
             self._contexts.take_out(context.id)

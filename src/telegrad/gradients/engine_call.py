@@ -79,12 +79,12 @@ class EngineCall:
         self._ready: dict[int, devices.Ready] = {}  # by message sent: of its gradients, if some are on devices
         self._is_for_inputs = local.begin.wanted is not None or local.roots.inputs is not None
         # Whether the gradients of leaves are gathered, instead of going to `.grad` at once:
-        self._captures = not self._is_for_inputs and (local.context.id != 0 or not local.part.is_root)
+        self._captures = not self._is_for_inputs and (local.context.id != 0 or not local.is_root)
         # For users' code that the engine runs on a thread of its own (primitives/current.py):
         self.pass_id = local.pass_id
         self.context_id = local.context.id
         self.worker: Any = host
-        if local.part.is_root:
+        if local.is_root:
             self.serving = current.serving.get()
         else:
             root = host.name_of(local.pass_id >> COUNTER_BITS)
@@ -97,7 +97,7 @@ class EngineCall:
         starts: list[Any] = [_BEACON, *local.roots.tensors]
         gradients: list[Any] = [_ONE, *local.roots.gradients]
         leaves: dict[Node, None] = self._add_sends(starts, gradients) if local.sent else {}
-        if not local.part.is_root and begin.wanted is None:
+        if not local.is_root and begin.wanted is None:
             self._due = self._count_due()
             self._unposted = len(self._due)
         context_token = current.context_id.set(self.context_id)
@@ -119,7 +119,7 @@ class EngineCall:
         """Adds the tensors that were sent to the starts: those of the last message directly, since a participant does
         not start before it has their gradients; the others behind Waits. Returns the leaves among them."""
         local = self._local
-        last = -1 if local.part.is_root else local.part.sends[-1]
+        last = -1 if local.is_root else local.order[-1]
         waits: dict[int, list[Sent]] = {}
         inner: set[int] = set()  # of these: messages with tensors that are no small leaves
         for sent in local.sent.values():
@@ -266,14 +266,12 @@ class EngineCall:
         local = self._local
         limit_at = None if limit is None else clock.now() + limit
         for message in messages:
-            if message in local.part.arrived:
+            if message in local.arrived:
                 continue
-            for outbox in list(local.outboxes.values()):
-                if outbox.messages or outbox.begin is not None:
-                    self._poster.flush(local)
-                    break
+            if local.outboxes:
+                self._poster.flush(local)
             with local.lock:
-                if message in local.part.arrived or local.interrupted:
+                if message in local.arrived or local.interrupted:
                     waiter = None
                 else:
                     waiter = local.waiters[message] = Waiter()
@@ -292,7 +290,7 @@ class EngineCall:
                             break
                 finally:
                     self._waits = False
-            if local.interrupted or message not in local.part.arrived:
+            if local.interrupted or message not in local.arrived:
                 if limit_at is not None and clock.now() >= limit_at and not local.interrupted:
                     return
                 self._check(message)
@@ -330,7 +328,7 @@ class EngineCall:
     def _check(self, message: int) -> None:
         if self._local.interrupted:
             raise InterruptedPassError(f"the pass was ended: {self._local.interrupted}")
-        if message not in self._local.part.arrived:
+        if message not in self._local.arrived:
             raise LatePassError(f"the gradients of message {message} did not come in time")
 
     def take(self, id: int) -> Gradient:
@@ -369,7 +367,7 @@ class EngineCall:
         """Decodes the gradients of a message, with those that came together with them."""
         local = self._local
         with local.lock:
-            arrived = local.arrived.pop(message, None)
+            arrived = local.undecoded.pop(message, None)
         if arrived is None:
             self._check(message)
             raise GradientError(f"the gradients of message {message} were asked for twice in one pass")
@@ -385,7 +383,7 @@ class EngineCall:
             place += count
             if of != message:
                 with local.lock:
-                    local.arrived.pop(of, None)
+                    local.undecoded.pop(of, None)
         if place != len(found):
             count = local.messages[message].count
             raise GradientError(
@@ -428,7 +426,7 @@ class EngineCall:
                 gradients = self._collected.pop(message)
             self._unposted -= 1
             # With nothing more to wait for the engine is all but done: the root hears of that in the same message.
-            is_last = self._unposted == 0 and not local.part.missing and worker == self.pass_id >> COUNTER_BITS
+            is_last = self._unposted == 0 and not local.missing and worker == self.pass_id >> COUNTER_BITS
         if not is_whole:
             nbytes, at_once = self._poster.weigh(worker, gradients)
         at_once = at_once or self._waits or self._begin.create_graph

@@ -16,7 +16,7 @@ from ..errors import GradientError
 from ..messages import Begin, Envelope
 from ..primitives import clock
 from ..primitives.waiter import Waiter
-from .backward_pass import Part, PartInstruction, State
+from .backward_pass import Outcome, Part, State
 from .contexts import Context, Contexts, Sent
 from .diagnosis import MOST_DUE, Awaited, PartState
 from .leaves import GradientTable
@@ -47,15 +47,14 @@ class Arrived(msgspec.Struct, eq=False):
     messages: tuple[int, ...]  # whose gradients these are
 
 
-class LocalPass(msgspec.Struct, eq=False):
+class LocalPass(Part, eq=False, kw_only=True):
     """One worker's part in one pass: its state, what has arrived for it, and what came of it."""
 
     pass_id: int
-    part: Part
     since: float  # when the first message of it came, or it was begun here
-    # Guards `part` and the four below. Threads that read take it: held for a moment only.
+    # Guards the state (see Part) and the four below. Threads that read take it: held for a moment only.
     lock: Any = msgspec.field(default_factory=RLock)
-    arrived: dict[int, Arrived] = msgspec.field(default_factory=dict)  # by message: its gradients
+    undecoded: dict[int, Arrived] = msgspec.field(default_factory=dict)  # by message: its gradients
     waiters: dict[int, Waiter] = msgspec.field(default_factory=dict)  # by message: what the engine waits for
     outboxes: dict[int, Outbox] = msgspec.field(default_factory=dict)  # by worker
     interrupted: str = ""
@@ -87,7 +86,7 @@ class LocalPass(msgspec.Struct, eq=False):
         """Whether its gradients go to `.grad`."""
         return self.begin is not None and self.begin.into_grad and self.begin.wanted is None
 
-    def start(self, contexts: Contexts) -> list[PartInstruction]:
+    def start(self, contexts: Contexts) -> Outcome:
         """Looks up the tensors that will get gradients, and begins."""
         context, begin = self.context, self.begin
         assert context is not None
@@ -100,10 +99,10 @@ class LocalPass(msgspec.Struct, eq=False):
                 messages[sent.message] = sent
         except GradientError as error:
             with self.lock:
-                return self.part.on_local_end(error)
+                return self.on_local_end(error)
         with self.lock:
             self.sent, self.messages = all_sent, messages
-            return self.part.on_begin(messages)
+            return self.on_begin(messages)
 
     def wait_until(self) -> float | None:
         """Says until when to wait that begins now."""
@@ -126,7 +125,7 @@ class LocalPass(msgspec.Struct, eq=False):
             self.interrupted = self.interrupted or reason
             waiters = list(self.waiters.values())
             self.waiters.clear()
-            self.arrived.clear()
+            self.undecoded.clear()
             self.outboxes.clear()
         for waiter in waiters:
             waiter.set_done()
@@ -134,19 +133,18 @@ class LocalPass(msgspec.Struct, eq=False):
     def describe(self, worker_id: int) -> PartState:
         """Says what it awaits now."""
         with self.lock:
-            part = self.part
             receivers = {message: sent.to for message, sent in self.messages.items()}
             holding_up = list(self.waiters)
-            if not part.is_root and part.sends and part.sends[-1] not in part.arrived:
-                holding_up = [part.sends[-1]]  # the engine would have nothing to do, and has not started
-            due = (m for m in reversed(part.sends) if m not in part.arrived and m not in holding_up)
+            if not self.is_root and self.order and self.order[-1] not in self.arrived:
+                holding_up = [self.order[-1]]  # the engine would have nothing to do, and has not started
+            due = (m for m in reversed(self.order) if m not in self.arrived and m not in holding_up)
             return PartState(
                 worker_id,
                 self.pass_id,
                 () if self.begin is None else self.begin.sends,
                 tuple([Awaited(message, receivers.get(message, -1)) for message in holding_up]),
                 tuple([Awaited(message, receivers.get(message, -1)) for message in islice(due, MOST_DUE)]),
-                is_done=part.state in (State.REPORTED, State.FINISHED) and not part.has_failed,
-                has_failed=part.has_failed,
-                is_over=part.is_over,
+                is_done=self.state in (State.REPORTED, State.FINISHED) and not self.has_failed,
+                has_failed=self.has_failed,
+                is_over=self.is_over,
             )

@@ -5,7 +5,8 @@ does. None waits for another while the worker has nothing else to do, and none l
 
     add       a Recv's backward: into the outbox of the worker that sent the tensor; sent at once, unless something was
               sent there just before
-    flush     the engine is about to wait, or has come to its end
+    flush     the engine is about to wait
+    finish    it has come to its end
     a timer   for an engine that computes for long
 
 A small gradient that waits is a copy: the Function that made it may use its memory again. The root's first gradients
@@ -169,12 +170,18 @@ class Poster:
 
         self._host.submit(try_to_post)
 
-    def flush(self, local: LocalPass, *, but: int = -1) -> None:
-        """Sends all that waits for more to follow, but what goes to worker `but`; and tells the participants of the
-        pass that no gradients have told of it."""
+    def flush(self, local: LocalPass) -> None:
+        """Sends all that waits for more to follow."""
         for outbox in list(local.outboxes.values()):
             if outbox.messages:
-                if outbox.worker != but:
+                self.post(local, outbox)
+
+    def finish(self, local: LocalPass, root_id: int) -> None:
+        """Sends all that has waited when the engine has come to its end, but what goes to the root, which goes with the
+        report; and tells the participants of the pass that no gradients have told of it."""
+        for outbox in list(local.outboxes.values()):
+            if outbox.messages:
+                if outbox.worker != root_id:
                     self.post(local, outbox)
             elif outbox.begin is not None:
                 self.begin(local, outbox)

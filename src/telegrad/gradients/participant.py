@@ -1,9 +1,9 @@
 """This worker's parts in passes: their table, the messages that come for them, and what follows.
 
-    on_begin, on_gradients, on_end   a message of a pass -> the pure state (backward_pass.py) -> carry_out
-    carry_out                        runs torch's engine (engine_call.py), reports to the root, adds gradients up
+    on_begin, on_gradients, on_end   a message of a pass -> its pure state (backward_pass.py) -> follow
+    follow                           runs torch's engine (engine_call.py), reports to the root, adds gradients up
 
-A thread that reads carries out only what takes no time, and returns the rest as a task for another thread.
+A thread that reads does only what takes no time, and returns the rest as a task for another thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..events import log_by, logger
 from ..messages import COUNTER_BITS, Begin, Done, Envelope, Kind, Member, sender_of, shortened
 from ..primitives import clock, current
 from ..primitives.forks import leave_if_orphan
-from .backward_pass import Commit, Discard, Interrupt, Late, Part, PartInstruction, Report, Start, State, Wake
+from .backward_pass import COMMIT, REPORT, START, WAKE, Failed, Late, Outcome, State
 from .commits import Commits
 from .contexts import Context, Contexts
 from .diagnosis import PartState, state_here
@@ -112,8 +112,7 @@ class Parts:
         local.context, local.begin, local.depth = context, begin, depth
         if begin.timeout is not None:
             local.deadline = clock.now() + begin.timeout + _GRACE
-        instructions = local.start(self._contexts)
-        return self.carry_out(local, instructions, reading=True) if instructions else None
+        return self.follow(local, local.start(self._contexts), reading=True)
 
     def on_unread(self, peer: int, pass_id: int, error: Exception) -> Task | None:
         """Fails a pass whose begin this worker had no memory to read."""
@@ -153,11 +152,14 @@ class Parts:
         task: Task | None = None
         for message in messages:
             with local.lock:
-                instructions = local.part.on_gradients(message)
-                if message in local.part.arrived and not local.interrupted:
-                    local.arrived.setdefault(message, arrived)
-            if instructions:
-                task = self.carry_out(local, instructions, reading=True) or task
+                outcome = local.on_gradients(message)
+                if message in local.arrived and not local.interrupted:
+                    local.undecoded.setdefault(message, arrived)
+                waiter = local.waiters.pop(message, None) if outcome is WAKE else None
+            if waiter is not None:
+                waiter.set_done()
+            elif outcome is not WAKE:
+                task = self.follow(local, outcome, reading=True) or task
         return task
 
     def on_end(self, pass_id: int, aborted: str) -> Task | None:
@@ -167,8 +169,8 @@ class Parts:
                 self._bury_locked(pass_id)
             return None
         with local.lock:
-            instructions = local.part.on_end(aborted)
-        return self.carry_out(local, instructions, aborted, reading=True)
+            outcome = local.on_end(aborted)
+        return self.follow(local, outcome, aborted, reading=True)
 
     def _find_or_make(self, pass_id: int) -> LocalPass | None:
         """Returns this worker's part in a pass; None if that is over."""
@@ -177,7 +179,7 @@ class Parts:
                 return None
             local = self.passes.get(pass_id)
             if local is None:
-                local = self.passes[pass_id] = LocalPass(pass_id, Part(), clock.now())
+                local = self.passes[pass_id] = LocalPass(pass_id=pass_id, since=clock.now())
             return local
 
     def disbelieve(self, peer: int, what: str) -> None:
@@ -199,59 +201,52 @@ class Parts:
     def end(self, local: LocalPass, aborted: str) -> None:
         """Ends a part: the root has said the last word, or it is gone, or the context is."""
         with local.lock:
-            instructions = local.part.on_end(aborted)
-        self.carry_out(local, instructions, aborted)
+            outcome = local.on_end(aborted)
+        self.follow(local, outcome, aborted)
 
     def _on_local_end(self, local: LocalPass, error: BaseException | None) -> None:
         """Notes that the engine is done here, or that something went wrong here."""
         with local.lock:
-            instructions = local.part.on_local_end(error)
-        self.carry_out(local, instructions)
+            outcome = local.on_local_end(error)
+        self.follow(local, outcome)
 
-    def carry_out(
-        self, local: LocalPass, instructions: list[PartInstruction], reason: str = "", *, reading: bool = False
-    ) -> Task | None:
-        """Carries out what follows from an event. A thread that reads does what takes no time, and returns the rest."""
-        later: list[PartInstruction] = []
-        for instruction in instructions:
-            match instruction:
-                case Start():
-                    if reading:
-                        later.append(instruction)
-                    else:
-                        self._run(local)
-                case Wake(message):
-                    with local.lock:
-                        waiter = local.waiters.pop(message, None)
-                    if waiter is not None:
-                        waiter.set_done()
-                case Report(error):
-                    if reading:
-                        later.append(instruction)
-                    else:
-                        self._report(local, error)
-                case Commit():
-                    into_grad = local.begin is not None and local.begin.into_grad
-                    if into_grad:
-                        self.commits.due.append(local)  # twice does no harm
-                    if reading:
-                        later.append(instruction)
-                    elif into_grad:
-                        self.commits.add_due()
-                    else:
-                        self.commits.add_up(local)
-                    if not reading and local.not_added is not None:
-                        self.commits.check(local)
-                case Interrupt():
-                    local.interrupt(self._id, reason or "it failed")
-                case Discard():
-                    self._forget(local)
-                case Late(what):
-                    late = "worker %r: %s came after the end of pass %d"
-                    self._log_later(logging.INFO, late, self._name, what, local.pass_id)
-        if local.part.is_over and not local.settled.done:
-            local.settled.set_done()
-        return partial(self.carry_out, local, later) if later else None
+    def follow(self, local: LocalPass, outcome: Outcome, reason: str = "", *, reading: bool = False) -> Task | None:
+        """Does what follows from an event. A thread that reads does what takes no time, and returns the rest."""
+        if outcome is None:
+            return None
+        task = None
+        if outcome is START:
+            task = partial(self._run, local)
+        elif outcome is REPORT:
+            task = partial(self._report, local, None)
+        elif outcome is COMMIT:
+            if local.adds_to_grad:
+                self.commits.due.append(local)
+            task = partial(self._commit, local)
+        elif isinstance(outcome, Late):
+            late = "worker %r: %s came after the end of pass %d"
+            self._log_later(logging.INFO, late, self._name, outcome.what, local.pass_id)
+        else:  # DROP, or Failed
+            local.interrupt(self._id, reason or "it failed")
+            self._forget(local)
+            if isinstance(outcome, Failed):
+                task = partial(self._report, local, outcome.error)
+        try:
+            if task is None or reading:
+                return task
+            task()
+            return None
+        finally:
+            if local.is_over and not local.settled.done:
+                local.settled.set_done()
+
+    def _commit(self, local: LocalPass) -> None:
+        if local.adds_to_grad:
+            self.commits.add_due()
+        else:
+            self.commits.add_up(local)
+        if local.not_added is not None:
+            self.commits.check(local)
 
     def _run(self, local: LocalPass) -> None:
         if self.commits.due:
@@ -275,10 +270,8 @@ class Parts:
                 with applied(modes):
                     call.run()
             root_id = local.pass_id >> COUNTER_BITS
-            for outbox in list(local.outboxes.values()):
-                if outbox.worker != root_id and (outbox.messages or outbox.begin is not None):
-                    self.poster.flush(local, but=root_id)  # what goes to the root goes with the report
-                    break
+            if local.outboxes:
+                self.poster.finish(local, root_id)
         except BaseException as raised:
             error = raised
         if os.getpid() != self._pid:  # in a fork; but a worker that was started there runs its passes to the end
@@ -324,12 +317,12 @@ class Parts:
 
     def _forget(self, local: LocalPass) -> None:
         with self._lock:
-            if local.part.is_over:
+            if local.is_over:
                 self.passes.pop(local.pass_id, None)
                 self._over[local.pass_id] = None
                 if len(self._over) > _TOMBSTONES:
                     self._over.popitem(last=False)
-        if local.part.state is not State.FINISHED:
+        if local.state is not State.FINISHED:
             local.gradients = None  # which nobody adds up, so no lock
 
     def _bury_locked(self, pass_id: int) -> None:
@@ -354,9 +347,9 @@ class Parts:
             if not concerns:
                 continue
             # Not in a hook of that very pass, whose root waits for this worker.
-            if local.part.state is State.REPORTED and local.pass_id != current.current_pass_id():
+            if local.state is State.REPORTED and local.pass_id != current.current_pass_id():
                 self._await_end(local)
-            if local.part.state is State.FINISHED:
+            if local.state is State.FINISHED:
                 if self.commits.due:
                     self.commits.add_due()
                 self.commits.add_up(local)
@@ -418,18 +411,18 @@ class Parts:
         for local in self.all():
             if sender_of(local.pass_id) == peer:
                 self.end(local, f"its root, worker {name!r}, is gone")
-            elif not local.part.is_root and any(sent.to == peer for sent in local.sent.values()):
+            elif not local.is_root and any(sent.to == peer for sent in local.sent.values()):
                 # The root will know as well, but perhaps not as soon.
                 with local.lock:
-                    instructions = local.part.on_lost(lost)
+                    outcome = local.on_lost(lost)
                 # Not here: the root may take the report slowly, and this thread may be a caller's with a deadline.
-                self._host.submit(partial(self.carry_out, local, instructions))
+                self._host.submit(partial(self.follow, local, outcome))
 
     def end_early_ones(self) -> None:
         """Drops gradients whose pass never began."""
         before = clock.now() - _EARLY
         for local in self.all():
-            if local.part.state is State.EARLY and not local.part.is_root and local.since < before:
+            if local.state is State.EARLY and not local.is_root and local.since < before:
                 logger.warning("pass %d never began here; gradients for it are dropped", local.pass_id)
                 self.end(local, "it never began here")
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from _thread import RLock  # threading.RLock is Python code
-from collections.abc import Callable
-from typing import Any
-
-import msgspec
+from collections.abc import Callable, Iterable
 
 from ..errors import BackwardError, CallTimeoutError, PeerLostError, text_of
 from ..events import logger
@@ -14,7 +11,7 @@ from ..messages import Begin
 from ..primitives import clock
 from ..primitives.interrupts import interruptible
 from ..primitives.waiter import Waiter
-from .backward_pass import BackwardPass, RootInstruction
+from .backward_pass import BackwardPass
 from .contexts import Context
 from .diagnosis import PartState, explain, state_here
 from .host import Host
@@ -33,17 +30,17 @@ _STEPPED = (
 )
 
 
-class RootedPass(msgspec.Struct, eq=False):
+class RootedPass(BackwardPass):
     """A pass that was begun here."""
 
-    begin: Begin  # this worker's own
-    state: BackwardPass
-    lock: Any = msgspec.field(default_factory=RLock)  # guards `state`. Threads that read take it: held for a moment
-    waiter: Waiter = msgspec.field(default_factory=Waiter)
-    finishing: list[RootInstruction] = msgspec.field(default_factory=list)  # left to the thread that waits for the pass
-    error: BaseException | None = None
-    worker: int = -1  # where the error happened
-    patience: float | None = None  # for how many seconds nothing may move; None: no limit
+    is_unsaid = False  # all are done, and the last word is left to the thread that waits for the pass
+
+    def __init__(self, begin: Begin, root: int, participants: Iterable[int], patience: float | None) -> None:
+        super().__init__(root, participants)
+        self.begin = begin  # this worker's own
+        self.patience = patience  # for how many seconds nothing may move; None: no limit
+        self.lock = RLock()  # guards the state (see BackwardPass). Threads that read take it: held for a moment
+        self.waiter = Waiter()
 
 
 def looking_time(patience: float) -> float:
@@ -53,7 +50,7 @@ def looking_time(patience: float) -> float:
 
 def late_error(root: RootedPass, host: Host) -> CallTimeoutError:
     """Makes the error of a pass whose time is over."""
-    missing = sorted(host.name_of(worker) for worker in root.state.missing)
+    missing = sorted(host.name_of(worker) for worker in root.missing)
     if root.begin.timeout is None and root.patience is not None:
         return CallTimeoutError(
             f"nothing has moved in the backward pass for {root.patience:g} s (Options.backward_timeout); workers "
@@ -92,7 +89,7 @@ def _states(
 ) -> dict[int, PartState]:
     """Returns the states of the workers whose reports are missing, as far as they answer."""
     begin = root.begin
-    answers, _ = host.ask(root.state.missing - {worker_id}, state_here, (begin.context, begin.pass_id), seconds)
+    answers, _ = host.ask(root.missing - {worker_id}, state_here, (begin.context, begin.pass_id), seconds)
     states = {worker: state for worker, state in answers.items() if state is not None}
     states[worker_id] = describe(worker_id)
     return states
@@ -127,7 +124,7 @@ def _awaited(root: RootedPass, context: Context, worker_id: int, host: Host) -> 
     if not isinstance(error, PeerLostError | CallTimeoutError):
         return ""
     lost = {error.worker_id} if isinstance(error, PeerLostError) else set()
-    missing = root.state.missing - lost
+    missing = root.missing - lost
     others = missing - {worker_id}
     answers, _ = host.ask(others, state_here, (context.id, pass_id), _ASKING)
     own = context.failed if context.failed is not None and context.failed.pass_id == pass_id else None
