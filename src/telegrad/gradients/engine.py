@@ -348,13 +348,16 @@ class Engine:
         elif failure is not None:
             return partial(self._on_failed, root, peer, failure)  # which may run users' code
         else:
-            with root.lock:  # a thread that finds the pass over must also find what is left to do
-                is_done = root.on_report(peer, None) is FINISH
-                if is_done:  # the last word is left to the thread that waits: backward() returns after it
-                    root.is_unsaid = True
-            if is_done:
-                root.waiter.set_done()
+            self._on_part_done(root, peer)
         return None
+
+    def _on_part_done(self, root: RootedPass, worker: int) -> None:
+        with root.lock:  # a thread that finds the pass over must also find what is left to do
+            is_done = root.on_report(worker, None) is FINISH
+            if is_done:  # the last word is left to the thread that waits: backward() returns after it
+                root.is_unsaid = True
+        if is_done:
+            root.waiter.set_done()
 
     def _on_failed(self, root: RootedPass, peer: int, failure: Failure) -> None:
         name = self.host.name_of(peer)
@@ -366,13 +369,15 @@ class Engine:
 
     def _on_report_here(self, local: LocalPass, error: BaseException | None) -> None:
         """Takes the report of this worker's own part."""
+        if (root := self._roots.get(local.pass_id)) is None:
+            return
         if error is None:
-            self._on_done(self.id, local.pass_id, None)
-        elif (root := self._roots.get(local.pass_id)) is not None:
-            if isinstance(error, LatePassError):
-                error = late_error(root, self.host)
-            # If the pass was already aborted, the first error wins and this one is dropped.
-            self._on(root, root.on_report, self.id, error)
+            self._on_part_done(root, self.id)
+            return
+        if isinstance(error, LatePassError):
+            error = late_error(root, self.host)
+        # If the pass was already aborted, the first error wins and this one is dropped.
+        self._on(root, root.on_report, self.id, error)
 
     # -- ends ------------------------------------------------------------------------------------------
 

@@ -217,8 +217,6 @@ class Parts:
         task = None
         if outcome is START:
             task = partial(self._run, local)
-        elif outcome is REPORT:
-            task = partial(self._report, local, None)
         elif outcome is COMMIT:
             if local.adds_to_grad:
                 self.commits.due.append(local)
@@ -279,9 +277,14 @@ class Parts:
         if running is not None:
             running.end()
         try:
-            self._on_local_end(local, error)
+            with local.lock:
+                outcome = local.on_local_end(error)
+            if outcome is REPORT:
+                self._report(local, None)
+            else:
+                self.follow(local, outcome)
         finally:
-            error = None  # its traceback has this frame: only the collector would find the two
+            error = outcome = None  # its traceback has this frame: only the collector would find the two
 
     def _report(self, local: LocalPass, error: BaseException | None) -> None:
         root_id = local.pass_id >> COUNTER_BITS
