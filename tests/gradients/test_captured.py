@@ -28,12 +28,14 @@ def node_of(leaf: torch.Tensor):
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
+def returned(loss: torch.Tensor, captured: Captured) -> tuple[torch.Tensor | None, ...]:
+    return run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(captured.inputs), True, False)
+
+
 def capture(loss: torch.Tensor, leaves: list[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
     found = Captured.of([node_of(leaf) for leaf in leaves])
     assert found is not None
-    table = GradientTable()
-    found.add_to(table, run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(found.inputs), True, False))
-    return table.copy()
+    return found.gather(returned(loss, found)).copy()
 
 
 # -- whose memory it is ----------------------------------------------------------------------------------------
@@ -71,10 +73,9 @@ def test_a_leaf_that_was_frozen_since_its_forward_has_no_gradient():
     x, y = (torch.randn(3, requires_grad=True) for _ in range(2))
     loss = (x * y).sum()
     nodes = [node_of(leaf) for leaf in (x, y)]
-    found, table = Captured.of(nodes), GradientTable()
+    found = Captured.of(nodes)
     y.requires_grad_(False)
-    found.add_to(table, run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(found.inputs), True, False))
-    assert list(table.copy()) == [x]
+    assert list(found.gather(returned(loss, found)).copy()) == [x]
 
 
 # -- hooks that capture would not run --------------------------------------------------------------------------

@@ -208,17 +208,17 @@ def own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:
     does, else a copy."""
     if gradient.requires_grad:
         return gradient  # it is to be differentiated, and so never changed in place
-    if not is_free or gradient._is_view():
-        gradient = gradient.detach()
     if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
         # More can be added to a sparse one in place only if its parts are not expanded.
         parts = (gradient._indices(), gradient._values()) if gradient.layout is torch.sparse_coo else ()
-        return gradient if is_free and all(part.is_contiguous() for part in parts) else gradient.clone()
-    if is_free and (gradient.stride() == leaf.stride() or (leaf.is_contiguous() and gradient.is_contiguous())):
-        return gradient
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+        stays, is_alike = is_free and all(part.is_contiguous() for part in parts), True
+    else:
+        is_alike = gradient.stride() == leaf.stride()
+        stays = is_free and (is_alike or (leaf.is_contiguous() and gradient.is_contiguous()))
+    if stays:
+        return gradient.detach() if gradient._is_view() else gradient
+    if is_alike:
+        return gradient.clone()
     return torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
