@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import islice, repeat
 from operator import attrgetter
 from sys import getrefcount
@@ -55,31 +54,34 @@ class Captured:
     def gather(self, gradients: Sequence[torch.Tensor | None]) -> GradientTable:
         """Returns a table of what the engine has returned, which may be more than these leaves' gradients: they come
         first."""
-        leaves, free, table = self._leaves, _free_references(), GradientTable()
+        leaves, free = self._leaves, _free_references()
         counts, memories = _look_at(gradients, len(leaves))  # first: to name a gradient is to hold it
         shared: set[int] = set()
         if len(set(memories)) < len(memories):
             shared.update(memory for memory, times in Counter(memories).items() if memory and times > 1)
-        for leaf, gradient, count, memory in zip(leaves, gradients, counts, memories, strict=False):
-            if gradient is not None and leaf.requires_grad:  # it may have been frozen since its forward
-                table.add(leaf, own(gradient, leaf, count == free and memory not in shared))
-        return table
+        return GradientTable.of(
+            [
+                (leaf, own(gradient, leaf, count == free and memory not in shared))
+                for leaf, gradient, count, memory in zip(leaves, gradients, counts, memories, strict=False)
+                if gradient is not None and leaf.requires_grad  # it may have been frozen since its forward
+            ]
+        )
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 _is_cpu = attrgetter("is_cpu")
 _leaf_of = attrgetter("variable")
-_edge: Any = partial(tuple.__new__, GradientEdge)  # that of a NamedTuple is Python code
+_new_edge: Any = tuple.__new__  # that of a NamedTuple is Python code
 
 
 def edges_to(nodes: Iterable[Any]) -> list[GradientEdge]:
     """Returns the edges that lead to nodes with one input."""
-    return [*map(_edge, zip(nodes, repeat(0)))]
+    return [*map(_new_edge, repeat(GradientEdge), zip(nodes, repeat(0)))]
 
 
 def edges_behind(nodes: Iterable[Any]) -> list[GradientEdge]:
     """Returns the first of the edges that leave each node."""
-    return [_edge(node.next_functions[0]) for node in nodes]
+    return [_new_edge(GradientEdge, node.next_functions[0]) for node in nodes]
 
 
 # Note [captured gradients that are held elsewhere]

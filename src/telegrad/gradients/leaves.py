@@ -10,7 +10,7 @@ import functools
 import os
 import threading
 from _thread import RLock  # threading.RLock is Python code
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from sys import getrefcount
 from typing import Any
@@ -57,6 +57,17 @@ class GradientTable(msgspec.Struct, eq=False):
     # Recorded on the stream where a device's gradient was made:
     _events: dict[int, Any] = msgspec.field(default_factory=dict)
     replaced: dict[int, Replaced] = msgspec.field(default_factory=dict)  # by the leaf's address
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Leaf, torch.Tensor]]) -> GradientTable:
+        """Makes one of leaves and gradients, which are the table's from now on."""
+        found = {id(pair[0]): pair for pair in pairs}
+        if len(found) == len(pairs) and all(gradient.is_cpu for _, gradient in pairs):
+            return cls(found)
+        table = cls()
+        for leaf, gradient in pairs:
+            table.add(leaf, gradient)
+        return table
 
     def __len__(self) -> int:
         return len(self._found)
