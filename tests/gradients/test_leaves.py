@@ -164,7 +164,9 @@ def test_where_references_say_nothing_every_gradient_is_copied(monkeypatch, coun
     if way == "engine":
         module = captured
         monkeypatch.setattr(
-            module, "_look_at", lambda gradients, count: ([counted() for _ in range(count)], [*map(id, gradients[:count])])
+            module,
+            "_look_at",
+            lambda gradients, count: ([counted() for _ in range(count)], [*map(id, gradients[:count])]),
         )
     else:
         module = leaves

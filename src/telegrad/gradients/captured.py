@@ -51,9 +51,9 @@ class Captured:
         kinds = {*map(type, gradients), *map(type, self._leaves)}
         return kinds <= _PLAIN and all(map(_is_cpu, self._leaves))
 
-    def gather(self, gradients: Sequence[torch.Tensor | None]) -> GradientTable:
+    def gather(self, gradients: Sequence[torch.Tensor | None], starts: Sequence[Any] = ()) -> GradientTable:
         """Returns a table of what the engine has returned, which may be more than these leaves' gradients: they come
-        first."""
+        first. `starts` is what it began with, held until now: that may be a part of a message, and no leaf keeps it."""
         leaves, free = self._leaves, _free_references()
         counts, memories = _look_at(gradients, len(leaves))  # first: to name a gradient is to hold it
         shared: set[int] = set()
@@ -113,7 +113,8 @@ def _look_at(gradients: Sequence[torch.Tensor | None], count: int) -> tuple[list
 def _memory_of(gradient: torch.Tensor | None) -> int:
     if gradient is None or gradient.layout is not torch.strided:
         return 0
-    return gradient.untyped_storage()._cdata
+    memory: int = gradient.untyped_storage()._cdata
+    return memory
 
 
 @functools.cache

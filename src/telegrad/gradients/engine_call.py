@@ -184,7 +184,7 @@ class EngineCall:
         if captured is not None:
             others = edges_behind((_BEACON.grad_fn, *self._received()))
             found = self._run_engine(starts, gradients, (*captured.inputs, *others), accumulate=False)
-            local.gathering = partial(captured.gather, found)
+            local.gathering = partial(captured.gather, found, gradients)
             if not captured.can_wait(found):
                 local.gather()
             return
