@@ -149,6 +149,8 @@ def test_a_part_reports_before_it_gathers(plain, monkeypatch):
     with nullcontext(0) if plain else autograd.context() as context_id:
         loss = rpc.rpc_sync("a", forward, args=(x,), timeout=PATIENCE).sum()
         loss.backward() if plain else autograd.backward(context_id, [loss])
+        for engine in () if plain else in_process.engines:
+            engine.get_gradients(context_id)  # waits for the end of the pass
     assert order == ["report", "gather"]
 
 
