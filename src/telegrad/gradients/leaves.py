@@ -80,18 +80,12 @@ class GradientTable(msgspec.Struct, eq=False):
             if key in self._events:
                 devices.wait((self._events[key],), (old[1],))
             gradient = accumulated(old[1], gradient)
-        self._found[key] = leaf, gradient
-        if not gradient.is_cpu:
-            self._record(key, gradient)
+        self.replace(leaf, gradient)
 
     def replace(self, leaf: Leaf, gradient: torch.Tensor) -> None:
         self._found[id(leaf)] = leaf, gradient
-        if not gradient.is_cpu:
-            self._record(id(leaf), gradient)
-
-    def _record(self, key: int, gradient: torch.Tensor) -> None:
-        if not gradient.is_meta:
-            self._events[key] = torch.accelerator.current_stream(gradient.device).record_event()
+        if not (gradient.is_cpu or gradient.is_meta):
+            self._events[id(leaf)] = torch.accelerator.current_stream(gradient.device).record_event()
 
     def take_over(self, other: GradientTable) -> None:
         """Adds all of another table, which is empty after it."""
