@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -18,8 +19,11 @@ import telegrad
 from telegrad import autograd, rpc
 from telegrad._torch import run_backward
 from telegrad.gradients import in_process, node_hooks
+from telegrad.gradients.backward_pass import Part
 from telegrad.gradients.captured import Captured
 from telegrad.gradients.leaves import Capture, GradientTable
+from telegrad.gradients.local_pass import LocalPass
+from telegrad.gradients.participant import Parts
 
 PATIENCE = 30.0  # seconds
 
@@ -28,12 +32,14 @@ def node_of(leaf: torch.Tensor):
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
+def returned(loss: torch.Tensor, captured: Captured) -> tuple[torch.Tensor | None, ...]:
+    return run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(captured.inputs), True, False)
+
+
 def capture(loss: torch.Tensor, leaves: list[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
     found = Captured.of([node_of(leaf) for leaf in leaves])
     assert found is not None
-    table = GradientTable()
-    found.add_to(table, run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(found.inputs), True, False))
-    return table.copy()
+    return found.gather(returned(loss, found)).copy()
 
 
 # -- whose memory it is ----------------------------------------------------------------------------------------
@@ -71,10 +77,81 @@ def test_a_leaf_that_was_frozen_since_its_forward_has_no_gradient():
     x, y = (torch.randn(3, requires_grad=True) for _ in range(2))
     loss = (x * y).sum()
     nodes = [node_of(leaf) for leaf in (x, y)]
-    found, table = Captured.of(nodes), GradientTable()
+    found = Captured.of(nodes)
     y.requires_grad_(False)
-    found.add_to(table, run_backward((loss,), (torch.ones_like(loss),), False, False, tuple(found.inputs), True, False))
-    assert list(table.copy()) == [x]
+    assert list(found.gather(returned(loss, found)).copy()) == [x]
+
+
+def test_no_leaf_keeps_what_the_engine_began_with():
+    leaf, starts = torch.randn(3, requires_grad=True), [torch.ones(3)]
+    address, found = starts[0].data_ptr(), Captured.of([node_of(leaf)])
+    gather = partial(
+        found.gather, run_backward((leaf + 1,), (*starts,), False, False, (*found.inputs,), True, False), starts
+    )
+    del starts
+    assert gather().get(leaf).data_ptr() != address
+
+
+# -- gathering behind the report -------------------------------------------------------------------------------
+
+
+def test_only_plain_tensors_on_the_cpu_can_wait():
+    class Special(nn.Parameter):
+        pass
+
+    tensor, weight, special = torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(3)), Special(torch.ones(3))
+    elsewhere = torch.empty(3, device="meta", requires_grad=True)
+
+    def can_wait(leaves, *gradients):
+        return Captured.of([node_of(leaf) for leaf in leaves]).can_wait(gradients)
+
+    assert can_wait([tensor, weight], torch.ones(3), None)
+    assert not can_wait([tensor, special], torch.ones(3), None)
+    assert not can_wait([tensor, weight], torch.ones(3), torch.ones(3).as_subclass(Special))
+    assert not can_wait([tensor, elsewhere], torch.ones(3), None)
+
+
+def test_gathering_that_fails_is_tried_again():
+    table, results = GradientTable(), iter([MemoryError("none left"), None])
+
+    def gather():
+        if (error := next(results)) is not None:
+            raise error
+        return table
+
+    local = LocalPass(1, Part(), 0.0, gathering=gather)
+    with pytest.raises(MemoryError):
+        local.gather()
+    assert local.gradients is None
+    local.gather()
+    local.gather()  # does nothing more
+    assert local.gradients is table
+
+
+@pytest.mark.usefixtures("_cluster")
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "context"])
+def test_a_part_reports_before_it_gathers(plain, monkeypatch):
+    module, x, order = nn.Linear(8, 8), torch.randn(3, 8), []
+    monkeypatch.setattr(sys.modules[__name__], "_module", module)
+    report, gather = Parts._report, Captured.gather
+
+    def reports(self, local, error):
+        if not local.part.is_root:
+            order.append("report")
+        report(self, local, error)
+
+    def gathers(self, *args):
+        order.append("gather")
+        return gather(self, *args)
+
+    monkeypatch.setattr(Parts, "_report", reports)
+    monkeypatch.setattr(Captured, "gather", gathers)
+    with nullcontext(0) if plain else autograd.context() as context_id:
+        loss = rpc.rpc_sync("a", forward, args=(x,), timeout=PATIENCE).sum()
+        loss.backward() if plain else autograd.backward(context_id, [loss])
+        for engine in () if plain else in_process.engines:
+            engine.get_gradients(context_id)  # waits for the end of the pass
+    assert order == ["report", "gather"]
 
 
 # -- hooks that capture would not run --------------------------------------------------------------------------

@@ -48,9 +48,7 @@ def capture_backward(
     """Runs backward, and gives what would have gone to the leaves' `.grad`."""
     nodes = [node_of(leaf) for leaf in leaves]
     if by_engine and (captured := Captured.of(nodes)) is not None:
-        table = GradientTable()
-        captured.add_to(table, capture_by_engine(loss, captured, create_graph=create_graph))
-        return table
+        return captured.gather(capture_by_engine(loss, captured, create_graph=create_graph))
     capture = Capture(lambda: True)
     capture.watch(nodes)
     try:
@@ -166,7 +164,9 @@ def test_where_references_say_nothing_every_gradient_is_copied(monkeypatch, coun
     if way == "engine":
         module = captured
         monkeypatch.setattr(
-            module, "_look_at", lambda gradients, count: [(counted(), id(one)) for one in gradients[:count]]
+            module,
+            "_look_at",
+            lambda gradients, count: ([counted() for _ in range(count)], [*map(id, gradients[:count])]),
         )
     else:
         module = leaves

@@ -2,7 +2,7 @@
 gradients, and no Python runs for a leaf while it works.
 
     Captured.of(nodes)   what the engine is given; None where it must come to the leaves' own nodes (leaves.py)
-    add_to(table, …)     what it has returned, as a GradientTable's own
+    gather(gradients)    makes a GradientTable of what it has returned
 
 The engine runs the hooks of a tensor before it captures its gradient, but nothing that belongs to the leaf's node. So
 leaves with post-accumulate hooks, with hooks on their nodes, or in a DistributedDataParallel go the other way, and with
@@ -12,8 +12,8 @@ them all leaves of their engine call: the engine captures for an engine call as 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import islice, repeat
 from operator import attrgetter
 from sys import getrefcount
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from .._torch import run_backward, set_grad_enabled
+from .._torch import run_backward
 from .averaged import averaged
 from .leaves import GradientTable, Leaf, own
 from .node_hooks import have_no_hooks
@@ -45,38 +45,43 @@ class Captured:
             return None
         return cls(nodes, leaves) if have_no_hooks(nodes, leaves) else None
 
-    def add_to(self, table: GradientTable, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Adds what the engine has returned, which may be more than these leaves' gradients: they come first."""
+    def can_wait(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Says whether what the engine has returned can be gathered later, by any thread: on no device's stream, and
+        without code of users."""
+        kinds = {*map(type, gradients), *map(type, self._leaves)}
+        return kinds <= _PLAIN and all(map(_is_cpu, self._leaves))
+
+    def gather(self, gradients: Sequence[torch.Tensor | None], starts: Sequence[Any] = ()) -> GradientTable:
+        """Returns a table of what the engine has returned, which may be more than these leaves' gradients: they come
+        first. `starts` is what it began with, held until now: that may be a part of a message, and no leaf keeps it."""
         leaves, free = self._leaves, _free_references()
-        looks = _look_at(gradients, len(leaves))  # first: to name a gradient is to hold it
+        counts, memories = _look_at(gradients, len(leaves))  # first: to name a gradient is to hold it
         shared: set[int] = set()
-        if len(leaves) > 1:
-            seen: set[int] = set()
-            for _, memory in looks:
-                (shared if memory in seen else seen).add(memory)
-            shared.discard(0)
-        before = torch.is_grad_enabled()
-        set_grad_enabled(False)
-        try:
-            for leaf, gradient, (counts, memory) in zip(leaves, gradients, looks, strict=False):
-                if gradient is not None and leaf.requires_grad:  # it may have been frozen since its forward
-                    table.add(leaf, own(gradient, leaf, counts == free and memory not in shared))
-        finally:
-            set_grad_enabled(before)
+        if len(set(memories)) < len(memories):
+            shared.update(memory for memory, times in Counter(memories).items() if memory and times > 1)
+        return GradientTable.of(
+            [
+                (leaf, own(gradient, leaf, count == free and memory not in shared))
+                for leaf, gradient, count, memory in zip(leaves, gradients, counts, memories, strict=False)
+                if gradient is not None and leaf.requires_grad  # it may have been frozen since its forward
+            ]
+        )
 
 
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+_is_cpu = attrgetter("is_cpu")
 _leaf_of = attrgetter("variable")
-_edge: Any = partial(tuple.__new__, GradientEdge)  # that of a NamedTuple is Python code
+_new_edge: Any = tuple.__new__  # that of a NamedTuple is Python code
 
 
 def edges_to(nodes: Iterable[Any]) -> list[GradientEdge]:
     """Returns the edges that lead to nodes with one input."""
-    return [*map(_edge, zip(nodes, repeat(0)))]
+    return [*map(_new_edge, repeat(GradientEdge), zip(nodes, repeat(0)))]
 
 
 def edges_behind(nodes: Iterable[Any]) -> list[GradientEdge]:
     """Returns the first of the edges that leave each node."""
-    return [_edge(node.next_functions[0]) for node in nodes]
+    return [_new_edge(GradientEdge, node.next_functions[0]) for node in nodes]
 
 
 # Note [captured gradients that are held elsewhere]
@@ -86,26 +91,30 @@ def edges_behind(nodes: Iterable[Any]) -> list[GradientEdge]:
 # held by the other, and copies it. Here each may be held once. So those that share their memory are copied.
 
 
-_Look = tuple[tuple[int, int] | None, int]
+_Counts = tuple[int, int] | None  # None of what is no gradient
 
 
-def _look_at(gradients: Sequence[torch.Tensor | None], count: int) -> list[_Look]:
+def _look_at(gradients: Sequence[torch.Tensor | None], count: int) -> tuple[list[_Counts], list[int]]:
     """Counts how often each of the first of what the engine has returned is held, in torch and in Python; and says what
     is the same for gradients in one memory, of which none holds another: 0 for one that has no memory of its own."""
-    looks: list[_Look] = []
-    for gradient in islice(gradients, count):
-        if gradient is None:
-            looks.append((None, 0))
-            continue
-        counts = (gradient._use_count(), getrefcount(gradient))  # type: ignore[attr-defined]
-        memory = 0
-        if gradient.layout is torch.strided:
-            if type(gradient) is torch.Tensor and not gradient._is_view():
-                memory = gradient.data_ptr()
-            else:
-                memory = gradient.untyped_storage()._cdata
-        looks.append((counts, memory))
-    return looks
+    counts = [
+        None if gradient is None else (gradient._use_count(), getrefcount(gradient))  # type: ignore[attr-defined]
+        for gradient in islice(gradients, count)
+    ]
+    memories = [
+        gradient.data_ptr()
+        if type(gradient) is torch.Tensor and not gradient._is_view() and gradient.layout is torch.strided
+        else _memory_of(gradient)
+        for gradient in islice(gradients, count)
+    ]
+    return counts, memories
+
+
+def _memory_of(gradient: torch.Tensor | None) -> int:
+    if gradient is None or gradient.layout is not torch.strided:
+        return 0
+    memory: int = gradient.untyped_storage()._cdata
+    return memory
 
 
 @functools.cache

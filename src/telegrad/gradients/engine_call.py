@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from .checkpoints import watch_checkpoint
 from .contexts import Contexts, Sent
 from .holding import free_references, kept
 from .host import Host
-from .leaves import Capture, GradientTable
+from .leaves import Capture
 from .local_graph import Graph, Node
 from .local_pass import LocalPass
 from .outbox import Gradient, Poster
@@ -183,8 +184,9 @@ class EngineCall:
         if captured is not None:
             others = edges_behind((_BEACON.grad_fn, *self._received()))
             found = self._run_engine(starts, gradients, (*captured.inputs, *others), accumulate=False)
-            local.gradients = GradientTable()
-            captured.add_to(local.gradients, found)
+            local.gathering = partial(captured.gather, found, gradients)
+            if not captured.can_wait(found):
+                local.gather()
             return
         for node in checkpoints:
             watch_checkpoint(node)

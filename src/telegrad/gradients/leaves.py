@@ -10,7 +10,7 @@ import functools
 import os
 import threading
 from _thread import RLock  # threading.RLock is Python code
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from sys import getrefcount
 from typing import Any
@@ -58,6 +58,17 @@ class GradientTable(msgspec.Struct, eq=False):
     _events: dict[int, Any] = msgspec.field(default_factory=dict)
     replaced: dict[int, Replaced] = msgspec.field(default_factory=dict)  # by the leaf's address
 
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Leaf, torch.Tensor]]) -> GradientTable:
+        """Makes one of leaves and gradients, which are the table's from now on."""
+        found = {id(pair[0]): pair for pair in pairs}
+        if len(found) == len(pairs) and all(gradient.is_cpu for _, gradient in pairs):
+            return cls(found)
+        table = cls()
+        for leaf, gradient in pairs:
+            table.add(leaf, gradient)
+        return table
+
     def __len__(self) -> int:
         return len(self._found)
 
@@ -69,18 +80,12 @@ class GradientTable(msgspec.Struct, eq=False):
             if key in self._events:
                 devices.wait((self._events[key],), (old[1],))
             gradient = accumulated(old[1], gradient)
-        self._found[key] = leaf, gradient
-        if not gradient.is_cpu:
-            self._record(key, gradient)
+        self.replace(leaf, gradient)
 
     def replace(self, leaf: Leaf, gradient: torch.Tensor) -> None:
         self._found[id(leaf)] = leaf, gradient
-        if not gradient.is_cpu:
-            self._record(id(leaf), gradient)
-
-    def _record(self, key: int, gradient: torch.Tensor) -> None:
-        if not gradient.is_meta:
-            self._events[key] = torch.accelerator.current_stream(gradient.device).record_event()
+        if not (gradient.is_cpu or gradient.is_meta):
+            self._events[id(leaf)] = torch.accelerator.current_stream(gradient.device).record_event()
 
     def take_over(self, other: GradientTable) -> None:
         """Adds all of another table, which is empty after it."""
@@ -208,17 +213,17 @@ def own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:
     does, else a copy."""
     if gradient.requires_grad:
         return gradient  # it is to be differentiated, and so never changed in place
-    if not is_free or gradient._is_view():
-        gradient = gradient.detach()
     if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
         # More can be added to a sparse one in place only if its parts are not expanded.
         parts = (gradient._indices(), gradient._values()) if gradient.layout is torch.sparse_coo else ()
-        return gradient if is_free and all(part.is_contiguous() for part in parts) else gradient.clone()
-    if is_free and (gradient.stride() == leaf.stride() or (leaf.is_contiguous() and gradient.is_contiguous())):
-        return gradient
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+        stays, is_alike = is_free and all(part.is_contiguous() for part in parts), True
+    else:
+        is_alike = gradient.stride() == leaf.stride()
+        stays = is_free and (is_alike or (leaf.is_contiguous() and gradient.is_contiguous()))
+    if stays:
+        return gradient.detach() if gradient._is_view() else gradient
+    if is_alike:
+        return gradient.clone()
     return torch.empty_like(leaf, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 

@@ -77,7 +77,8 @@ class LocalPass(Part, eq=False, kw_only=True):
     turn: Any = None  # of that thread with the read lease
     # Left by the engine call:
     results: tuple[Gradient, ...] = ()  # of grad()
-    committing: Any = msgspec.field(default_factory=RLock)  # guards `gradients`
+    committing: Any = msgspec.field(default_factory=RLock)  # guards the two below
+    gathering: Callable[[], GradientTable] | None = None  # makes `gradients` of what the engine has returned
     gradients: GradientTable | None = None
     not_added: Exception | None = None  # at the root: what was raised when they were added up
 
@@ -103,6 +104,12 @@ class LocalPass(Part, eq=False, kw_only=True):
         with self.lock:
             self.sent, self.messages = all_sent, messages
             return self.on_begin(messages)
+
+    def gather(self) -> None:
+        """Sees to it that what the engine has returned is in `gradients`. Any number of times."""
+        with self.committing:
+            if self.gathering is not None:
+                self.gradients, self.gathering = self.gathering(), None
 
     def wait_until(self) -> float | None:
         """Says until when to wait that begins now."""

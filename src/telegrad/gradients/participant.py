@@ -285,6 +285,10 @@ class Parts:
                 self.follow(local, outcome)
         finally:
             error = outcome = None  # its traceback has this frame: only the collector would find the two
+        try:
+            local.gather()  # behind the report: the root need not wait for it
+        except Exception as failed:  # no memory; where the root has gone on, add_up() says so
+            self._on_local_end(local, failed)
 
     def _report(self, local: LocalPass, error: BaseException | None) -> None:
         root_id = local.pass_id >> COUNTER_BITS
@@ -326,7 +330,7 @@ class Parts:
                 if len(self._over) > _TOMBSTONES:
                     self._over.popitem(last=False)
         if local.state is not State.FINISHED:
-            local.gradients = None  # which nobody adds up, so no lock
+            local.gradients = local.gathering = None  # which nobody adds up, so no lock
 
     def _bury_locked(self, pass_id: int) -> None:
         self._over[pass_id] = None
