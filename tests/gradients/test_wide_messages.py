@@ -1,4 +1,4 @@
-"""Messages of several small tensors, which share a Recv, and have copies in place of Sends: used in part.
+"""Messages of several small tensors, which share a Recv: used in part.
 
       x ──▶ six functions of six weights ──▶ a message ──▶ a loss of some of the six
 

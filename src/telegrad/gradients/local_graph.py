@@ -58,14 +58,9 @@ class Graph(msgspec.Struct, eq=False):
         for node, number in starts:
             found = known.get(node)
             if found is None:
-                found = self._visit(node, number)
+                found = self.visit(node, number)
             reach = self._union(reach, found) if reach else found
         return reach
-
-    def reach_of(self, node: Node, number: int) -> Reach:
-        """Returns what an edge leads to."""
-        found = self.known.get(node)
-        return self._visit(node, number) if found is None else found
 
     def walk_once(self, starts: Iterable[Edge]) -> tuple[Reach, list[Node], list[Node]]:
         """Does the same, but remembers nothing new. Returns also the leaves and checkpoints that are new."""
@@ -106,7 +101,7 @@ class Graph(msgspec.Struct, eq=False):
         self.known.clear()
         self.known[None] = NOTHING
 
-    def _visit(self, node: Node, number: int) -> Reach:
+    def visit(self, node: Node, number: int) -> Reach:
         """Finds what an edge leads to, and all nodes behind it. A Recv is not among the known nodes: it may give
         several tensors."""
         kind = node.__class__
