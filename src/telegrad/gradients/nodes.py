@@ -38,6 +38,7 @@ from .._torch import (
 )
 from ..errors import GradientError
 from ..messages import LogEntry
+from ..options import LEAST_COPIED, MOST_COPIED
 from ..primitives import current
 
 if TYPE_CHECKING:
@@ -294,9 +295,8 @@ def drop_leftovers() -> None:
 # Note [copies]
 # A Recv is Python code, when it is made and when it runs. Where a message has several small tensors, they have one Recv
 # together, and what users get are copies of what it gives: a hook of one must not run where only another one was used.
-# (So they are not copied by one _foreach operation, which has one node.)
-_MOST_COPIED = 4096  # bytes of a tensor
-_LEAST_COPIED = 4  # tensors; for fewer it does not pay
+# (So they are not copied by one _foreach operation, which has one node.) And so the Recv's own may share memory: see
+# rebuild_gathered() in serialization/gathering.py.
 
 
 def _small_ones(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -307,11 +307,11 @@ def _small_ones(tensors: Sequence[torch.Tensor]) -> list[int]:
         if type(tensor) is torch.Tensor
         and tensor.is_cpu
         and tensor.layout is torch.strided
-        and tensor.nbytes <= _MOST_COPIED
+        and tensor.nbytes <= MOST_COPIED
         and not tensor.is_conj()
         and not tensor.is_neg()
     ]
-    return places if len(places) >= _LEAST_COPIED else []
+    return places if len(places) >= LEAST_COPIED else []
 
 
 # For each saved tensor these are called: C functions. The first returns False.
@@ -366,7 +366,7 @@ def make_recvs(
             return make_recvs(message, sent, context, tensors, came_from)
     received, recvs, count = list(tensors), [], len(tensors)
     parts: list[Sequence[int]] = [(place,) for place in range(count)]
-    if count >= _LEAST_COPIED and (together := _small_ones(tensors)):
+    if count >= LEAST_COPIED and (together := _small_ones(tensors)):
         small = set(together)
         parts = [together, *(part for part in parts if part[0] not in small)]
     for places in parts:
