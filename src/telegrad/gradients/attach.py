@@ -113,7 +113,7 @@ class Attach:
                 depends_on += members
             found.past = Past(found.id, members)
             own.append(LogEntry(found.id, 0, ids))
-        graph.leave_marks()
+        graph.leave_marks(len(tensors))
         plain.add(sent)
         entries = carried(depends_on, to) if depends_on else ()
         envelope.autograd = _with_history(envelope.autograd, 0, own, entries)

@@ -18,72 +18,65 @@ from .nodes import alias_of, make_sends
 from .pasts import Past
 
 
-class Sent:
+class Sent(msgspec.Struct, eq=False):
     """One tensor of a message, as the graph knows it. It keeps what is behind the tensor, and the tensor itself only if
     that is a leaf: any other may be changed in place and get another history."""
 
-    __slots__ = (
-        "_alias", "_edge", "count", "device", "dtype", "graph", "id", "is_leaf", "is_small_leaf", "leaf", "message",
-        "number", "past", "place", "reach", "sends", "shape", "to",
-    )  # fmt: skip
-
-    def __init__(
-        self, id: int, message: int, place: int, count: int, to: int, tensor: torch.Tensor, graph: Graph,
-        sends: Node = None, number: int = 0, edge: Edge | None = None, reach: Reach = NOTHING,
-    ) -> None:  # fmt: skip
-        self.id = id
-        self.message = message
-        self.place = place  # among the tensors of the message that require grad
-        self.count = count  # of these
-        self.to = to  # the id of the worker that it was sent to
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.graph = graph
-        self.past: Past | None = None  # outside of contexts
-        self.sends = sends  # of the message
-        self.number = number  # among the tensors of these
-        self._edge = edge
-        self._alias: Any = None
-        self.reach = reach
-        self.leaf: torch.Tensor | None = None
-        self.is_leaf = self.is_small_leaf = False
-        if edge is None:
-            self.is_leaf = True
-            self.is_small_leaf = tensor.layout is torch.strided and tensor.nbytes < SHARED_MEMORY_FROM
-            self.leaf, self._alias = tensor, alias_of(tensor)  # see Note [leaves and threads]
+    id: int
+    message: int
+    place: int  # among the tensors of the message that require grad
+    count: int  # of these
+    to: int  # the id of the worker that it was sent to
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    graph: Graph
+    reach: Reach
+    known_edge: Edge | None = None
+    sends: Any = None  # of the message, if this is no leaf
+    number: int = 0  # among the tensors of these
+    leaf: torch.Tensor | None = None
+    is_leaf: bool = False
+    is_small_leaf: bool = False
+    alias: torch.Tensor | None = None  # of a leaf: see Note [leaves and threads]
+    past: Past | None = None  # outside of contexts
 
     @property
     def edge(self) -> Edge:
-        if self._edge is None:
+        if self.known_edge is None:
             assert self.leaf is not None
-            node: Any = self._alias.grad_fn if self._alias is not None else make_sends((self.leaf,))
-            self._edge = node.next_functions[0]
-        return self._edge
+            node: Any = self.alias.grad_fn if self.alias is not None else make_sends((self.leaf,))
+            self.known_edge = node.next_functions[0]
+        return self.known_edge
 
 
 def all_sent(
     message: int, to: int, tensors: Sequence[torch.Tensor], graph: Graph, new_id: Callable[[], int]
 ) -> list[Sent]:
     """Returns the tensors of a message to worker `to`. The first has the message's id."""
-    count, found, number = len(tensors), list[Sent](), 0
+    count, all_sent, known = len(tensors), list[Sent](), graph.known
     inner: list[torch.Tensor] = []
     for tensor in tensors:  # a comprehension would be a call, in each message
         if not tensor.is_leaf:
             inner.append(tensor)
     sends: Any = make_sends(inner) if inner else None
-    edges = sends.next_functions if inner else ()
-    known = graph.known
+    edges = enumerate(sends.next_functions if inner else ())
+    has_leaves = len(inner) < count
     for place, tensor in enumerate(tensors):
         id = new_id() if place else message
-        if tensor.is_leaf:
-            found.append(Sent(id, message, place, count, to, tensor, graph))
-            continue
-        edge = edges[number]
-        reach = known.get(edge[0])
-        if reach is None:
-            reach = graph.visit(*edge)
-        found.append(Sent(id, message, place, count, to, tensor, graph, sends, number, edge, reach))
-        number += 1
-    return found
+        shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
+        if has_leaves and tensor.is_leaf:
+            sent = Sent(id, message, place, count, to, shape, dtype, device, graph, NOTHING)
+            sent.is_leaf, sent.leaf, sent.alias = True, tensor, alias_of(tensor)
+            sent.is_small_leaf = tensor.layout is torch.strided and tensor.nbytes < SHARED_MEMORY_FROM
+        else:
+            number, edge = next(edges)
+            reach = known.get(edge[0])
+            if reach is None:
+                reach = graph.visit(*edge)
+            sent = Sent(id, message, place, count, to, shape, dtype, device, graph, reach, edge, sends, number)
+        all_sent.append(sent)
+    return all_sent
 
 
 class Context(msgspec.Struct, eq=False, weakref=True):
