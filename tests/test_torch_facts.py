@@ -164,6 +164,45 @@ def test_the_bound_apply_is_functions_own() -> None:
     assert x.grad.tolist() == [2, 2, 2]
 
 
+class Saving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+
+@fact_of("push_saved_tensors_hooks", "pop_saved_tensors_hooks", "are_saved_tensors_hooks_enabled")
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_hooks_unpack_leads_to_where_the_saved_tensor_led(at_once: bool) -> None:
+    x = leaf()
+    parts = (x * 2).unbind()
+    tensors, token = [x * 3, x * 4, parts[0].view(1), parts[2] * 1, parts[1]], torch.zeros(())
+    edges = [(tensor.grad_fn, tensor.output_nr) for tensor in tensors]
+    if at_once:
+        _torch.push_saved_tensors_hooks(callable, lambda packed: token)
+        try:
+            node: Any = Saving.apply(*tensors).grad_fn
+        finally:
+            _torch.pop_saved_tensors_hooks()
+    else:
+        with torch.autograd.graph.disable_saved_tensors_hooks("disabled"):
+            assert not _torch.are_saved_tensors_hooks_enabled()
+            node = Saving.apply(*tensors).grad_fn
+            for saved in node._raw_saved_tensors:
+                saved.register_hooks(callable, lambda packed: token)
+    assert _torch.are_saved_tensors_hooks_enabled()
+    tensors[0].mul_(2)
+    tensors[1].detach_()
+    for _ in range(2):
+        assert [(found.grad_fn, found.output_nr) for found in node.saved_tensors] == edges
+    assert all(found.shape == () and found.requires_grad for found in node.saved_tensors)
+    assert not token.requires_grad
+
+
 def test_a_class_of_nodes_takes_another_name() -> None:
     class Named(Double):
         pass

@@ -17,6 +17,10 @@ GIB = 1024 * MIB
 # Kept out of Options: both ends must agree on it, so it belongs to the wire version.
 SHARED_MEMORY_FROM = 64 * KIB  # messages of at least this many bytes leave the socket for shared memory
 
+# Tensors with a history that are this small (bytes) are copied where they arrive, if a message has so many of them: see
+# Note [copies] in gradients/nodes.py.
+MOST_COPIED, LEAST_COPIED = 4 * KIB, 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import collections
 import functools
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -545,6 +547,10 @@ def test_a_change_after_sending_does_not_count_there():
 _kept: dict[str, torch.Tensor] = {}
 
 
+def multiply_two(*tensors: torch.Tensor) -> torch.Tensor:
+    return tensors[1] * tensors[2]
+
+
 def give_and_keep(x: torch.Tensor) -> torch.Tensor:
     _kept["h"] = x * leaf("a.u")
     return _kept["h"]
@@ -578,6 +584,37 @@ def test_detach_and_requires_grad_after_sending():
         assert torch.equal(autograd.get_gradients(context_id)[h], y.detach())
     second = (leaf("driver.u") * 2).detach()
     assert_same(found, expected((torch.sin(leaf("driver.u") * 2) * second).sum(), ["driver.u"]))
+
+
+def refuse(_: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("a tensor of the program's was saved")
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        lambda: torch.autograd.graph.saved_tensors_hooks(refuse, refuse),
+        lambda: torch.autograd.graph.disable_saved_tensors_hooks("disabled"),
+    ],
+)
+def test_a_program_s_hooks_of_saved_tensors_see_nothing_of_what_is_sent(hooks):
+    #      driver: five functions of u, changed after they were sent ───────▶ a: the product of two of them
+    def forward(call, around=nullcontext) -> torch.Tensor:
+        u = leaf("driver.u")
+        sent = [u * 2, u.sin(), u.expand(3000, 3) * 3, u.cos(), u.exp()]
+        with around():
+            product = call("a", multiply_two, *(tensor.clone() if call is here else tensor for tensor in sent))
+        for tensor in sent:
+            tensor.detach().mul_(2)
+            tensor.mul_(leaf("driver.v"))
+        return product.sum() + sent[0].sum()
+
+    def found(make: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [make()])
+            return gradients(context_id, ["driver.u", "driver.v"])
+
+    assert_same(found(lambda: forward(there, hooks)), expected(forward(here), ["driver.u", "driver.v"]))
 
 
 def test_a_leaf_that_is_frozen_after_it_was_sent_gets_no_gradient():

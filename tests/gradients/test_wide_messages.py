@@ -1,4 +1,4 @@
-"""Messages of several small tensors, which share a Recv, and have copies in place of Sends: used in part.
+"""Messages of several small tensors, which share a Recv: used in part.
 
       x ──▶ six functions of six weights ──▶ a message ──▶ a loss of some of the six
 
@@ -179,6 +179,24 @@ def test_each_pass_uses_another_half(way, plain):
         assert is_same(seen, take_seen())
     assert is_same(found, take(0))
     assert is_same(retained, [y.grad for y in KEPT])
+
+
+def repeat(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x * number for number in range(30)]
+
+
+@plain_too
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 3), (3, 1, 2)], ids=str)
+def test_each_that_was_received_has_memory_of_its_own(shape, plain):
+    x = torch.ones(shape, requires_grad=True)
+    with context(plain) as context_id:
+        found = there(repeat, x)
+        assert {y.untyped_storage().nbytes() for y in found} == {x.nbytes}
+        assert len({y.untyped_storage().data_ptr() for y in found}) == 30
+        assert [y.stride() for y in found] == [x.stride()] * 30
+        found[3].mul_(2)
+        backward(context_id, torch.stack(found).sum())
+    assert [y.flatten()[0].item() for y in found[:6]] == [0, 1, 2, 6, 4, 5]
 
 
 @plain_too

@@ -20,13 +20,12 @@ from ..events import log_by
 from ..messages import COUNTER_BITS, Autograd, Envelope, Hello, LogEntry
 from ..options import reversed_map
 from ..primitives import current
-from .contexts import Context, Contexts, Sent
+from .context import all_sent
+from .contexts import Context, Contexts
 from .local_graph import NOTHING, Graph
-from .nodes import LEAST_COPIED, copies_of, make_recvs
+from .nodes import make_recvs
 from .pasts import Member, Past, carried, ids_of, rebuilt
 from .plain import Undecoded
-
-_NO_COPIES: dict[int, torch.Tensor] = {}
 
 
 class Link(Protocol):
@@ -70,22 +69,19 @@ class Attach:
         if context.id not in self._live:
             self._check_outside(context, tensors)
             return
-        count, log = len(tensors), self._contexts.log
-        sent: list[Sent] = []
+        log = self._contexts.log
         own: list[LogEntry] = []
         depends_on: list[int] = []
-        copies, graph, last = _NO_COPIES if count < LEAST_COPIED else copies_of(tensors), context.graph, NOTHING
+        last = NOTHING
         reach: tuple[int, ...] = ()
         with context.lock:
-            for place, tensor in enumerate(tensors):
-                id = envelope.id if place == 0 else self._new_id()
-                found = Sent(id, envelope.id, place, count, to, tensor, graph, copies.get(place))
-                sent.append(found)
+            sent = all_sent(envelope.id, to, tensors, context.graph, self._new_id)
+            for found in sent:
                 if found.reach is not last:  # most tensors of a message depend on the same ones
                     last = found.reach
                     reach = self._contexts.logged(context.id, last) if last else ()
                     depends_on += reach
-                own.append(LogEntry(id, context.id, reach))
+                own.append(LogEntry(found.id, context.id, reach))
         log.merge(own)
         for found in sent:
             context.sends[found.id] = found
@@ -104,24 +100,20 @@ class Attach:
     def _outgoing_plain(self, envelope: Envelope, tensors: Sequence[torch.Tensor], to: int) -> None:
         """Notes in the envelope of a message outside of contexts what it says of gradients."""
         plain, graph = self._plain, Graph(self._plain.new_group, marks=True)
-        sent: list[Sent] = []
+        sent = all_sent(envelope.id, to, tensors, graph, self._new_id)
         own: list[LogEntry] = []
         depends_on: list[Member] = []
-        count, last = len(tensors), NOTHING
-        copies = _NO_COPIES if count < LEAST_COPIED else copies_of(tensors)
+        last = NOTHING
         members: tuple[Member, ...] = ()
         ids: tuple[int, ...] = ()
-        for place, tensor in enumerate(tensors):
-            id = envelope.id if place == 0 else self._new_id()
-            found = Sent(id, envelope.id, place, count, to, tensor, graph, copies.get(place))
+        for found in sent:
             if found.reach is not last:  # most tensors of a message depend on the same ones
                 last = found.reach
                 members, ids = tuple(last), ids_of(last)
                 depends_on += members
-            found.past = Past(id, members)
-            own.append(LogEntry(id, 0, ids))
-            sent.append(found)
-        graph.leave_marks()
+            found.past = Past(found.id, members)
+            own.append(LogEntry(found.id, 0, ids))
+        graph.leave_marks(len(tensors))
         plain.add(sent)
         entries = carried(depends_on, to) if depends_on else ()
         envelope.autograd = _with_history(envelope.autograd, 0, own, entries)

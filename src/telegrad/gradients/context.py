@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from _thread import RLock  # threading.RLock is Python code
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,55 +13,70 @@ from ..messages import sender_of
 from ..options import SHARED_MEMORY_FROM
 from .diagnosis import PartState
 from .leaves import GradientTable
-from .local_graph import NOTHING, Edge, Graph, Node
-from .nodes import alias_of, make_send
+from .local_graph import NOTHING, Edge, Graph, Node, Reach
+from .nodes import alias_of, make_sends
 from .pasts import Past
 
 
-class Sent:
-    """One tensor of a message, as the graph knows it. It keeps what is behind the tensor, but no large memory.
+class Sent(msgspec.Struct, eq=False):
+    """One tensor of a message, as the graph knows it. It keeps what is behind the tensor, and the tensor itself only if
+    that is a leaf: any other may be changed in place and get another history."""
 
-    `stand_in` takes its place among the inputs of a Wait: a leaf itself, which stays what it is; for any other a copy
-    of a small tensor, or the token of a Send, since the tensor may be changed in place and get another history.
-    """
-
-    __slots__ = (
-        "_alias", "_edge", "count", "device", "dtype", "graph", "id", "is_copied", "is_leaf", "is_small_leaf",
-        "message", "past", "place", "reach", "shape", "stand_in", "to",
-    )  # fmt: skip
-
-    def __init__(
-        self, id: int, message: int, place: int, count: int, to: int, tensor: torch.Tensor, graph: Graph,
-        copy: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self.id = id
-        self.message = message
-        self.place = place  # among the tensors of the message that require grad
-        self.count = count  # of these
-        self.to = to  # the id of the worker that it was sent to
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.graph = graph
-        self.past: Past | None = None  # outside of contexts
-        node = tensor.grad_fn
-        self.is_copied = copy is not None
-        self._edge: Edge | None
-        if node is not None:
-            self.is_leaf = self.is_small_leaf = False
-            self._edge, self._alias = (node, tensor.output_nr), None
-            self.stand_in = make_send(id, tensor) if copy is None else copy
-            self.reach = graph.reach_of(node, tensor.output_nr)
-            return
-        self.is_leaf = True
-        self.is_small_leaf = tensor.layout is torch.strided and tensor.nbytes < SHARED_MEMORY_FROM
-        self._edge, self._alias = None, alias_of(tensor)  # see Note [leaves and threads]
-        self.stand_in, self.reach = tensor, NOTHING
+    id: int
+    message: int
+    place: int  # among the tensors of the message that require grad
+    count: int  # of these
+    to: int  # the id of the worker that it was sent to
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    graph: Graph
+    reach: Reach
+    known_edge: Edge | None = None
+    sends: Any = None  # of the message, if this is no leaf
+    number: int = 0  # among the tensors of these
+    leaf: torch.Tensor | None = None
+    is_leaf: bool = False
+    is_small_leaf: bool = False
+    alias: torch.Tensor | None = None  # of a leaf: see Note [leaves and threads]
+    past: Past | None = None  # outside of contexts
 
     @property
     def edge(self) -> Edge:
-        if self._edge is None:
-            behind: Any = make_send(self.id, self.stand_in) if self._alias is None else self._alias
-            self._edge = behind.grad_fn.next_functions[0]
-        return self._edge
+        if self.known_edge is None:
+            assert self.leaf is not None
+            node: Any = self.alias.grad_fn if self.alias is not None else make_sends((self.leaf,))
+            self.known_edge = node.next_functions[0]
+        return self.known_edge
+
+
+def all_sent(
+    message: int, to: int, tensors: Sequence[torch.Tensor], graph: Graph, new_id: Callable[[], int]
+) -> list[Sent]:
+    """Returns the tensors of a message to worker `to`. The first has the message's id."""
+    count, all_sent, known = len(tensors), list[Sent](), graph.known
+    inner: list[torch.Tensor] = []
+    for tensor in tensors:  # a comprehension would be a call, in each message
+        if not tensor.is_leaf:
+            inner.append(tensor)
+    sends: Any = make_sends(inner) if inner else None
+    edges = enumerate(sends.next_functions if inner else ())
+    has_leaves = len(inner) < count
+    for place, tensor in enumerate(tensors):
+        id = new_id() if place else message
+        shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
+        if has_leaves and tensor.is_leaf:
+            sent = Sent(id, message, place, count, to, shape, dtype, device, graph, NOTHING)
+            sent.is_leaf, sent.leaf, sent.alias = True, tensor, alias_of(tensor)
+            sent.is_small_leaf = tensor.layout is torch.strided and tensor.nbytes < SHARED_MEMORY_FROM
+        else:
+            number, edge = next(edges)
+            reach = known.get(edge[0])
+            if reach is None:
+                reach = graph.visit(*edge)
+            sent = Sent(id, message, place, count, to, shape, dtype, device, graph, reach, edge, sends, number)
+        all_sent.append(sent)
+    return all_sent
 
 
 class Context(msgspec.Struct, eq=False, weakref=True):

@@ -131,7 +131,7 @@ class EngineCall:
             if sent.message == last and not sent.is_leaf and (gradient := self.take(sent.id)) is not None:
                 starts.append(_new_edge(GradientEdge, sent.edge))
                 gradients.append(gradient)
-            elif sent.stand_in.requires_grad:  # a leaf may have been frozen since
+            elif sent.leaf is None or sent.leaf.requires_grad:  # a leaf may have been frozen since
                 waits.setdefault(sent.message, []).append(sent)
                 if not sent.is_small_leaf:
                     inner.add(sent.message)
@@ -362,8 +362,9 @@ class EngineCall:
             gradient = self.take(id)
             if gradient is not None:
                 sent = self._local.sent[id]
+                assert sent.leaf is not None
                 ready = self._ready.get(sent.message)
-                self.capture.keep(sent.stand_in, gradient, is_free=ready is not None and ready.are_apart)
+                self.capture.keep(sent.leaf, gradient, is_free=ready is not None and ready.are_apart)
 
     def _decode(self, message: int) -> list[Any]:
         """Decodes the gradients of a message, with those that came together with them."""

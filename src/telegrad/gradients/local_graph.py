@@ -35,7 +35,8 @@ _FEW = 8
 _REACH = "telegrad"  # where a mark is, in the metadata of its node
 _SHORT, _LONG = 6, 9  # slabs of 64 and 512 numbers
 _PICKED = 1 << 29  # of 1 << 32
-_UNMARKED = 64  # nodes; a walk that came to fewer leaves no marks
+# Nodes: a walk that came to fewer leaves no marks. With each start there may be more.
+_UNMARKED, _UNMARKED_OF_START = 64, 8
 
 
 class Graph(msgspec.Struct, eq=False):
@@ -58,14 +59,9 @@ class Graph(msgspec.Struct, eq=False):
         for node, number in starts:
             found = known.get(node)
             if found is None:
-                found = self._visit(node, number)
+                found = self.visit(node, number)
             reach = self._union(reach, found) if reach else found
         return reach
-
-    def reach_of(self, node: Node, number: int) -> Reach:
-        """Returns what an edge leads to."""
-        found = self.known.get(node)
-        return self._visit(node, number) if found is None else found
 
     def walk_once(self, starts: Iterable[Edge]) -> tuple[Reach, list[Node], list[Node]]:
         """Does the same, but remembers nothing new. Returns also the leaves and checkpoints that are new."""
@@ -79,10 +75,10 @@ class Graph(msgspec.Struct, eq=False):
             known.popitem()
         return reach, *new
 
-    def leave_marks(self) -> None:
-        """Leaves what was found on nodes, and keeps no more of it than is needed."""
+    def leave_marks(self, starts: int = 0) -> None:
+        """Leaves what a walk from so many starts has found on nodes, and keeps no more of it than is needed."""
         known = self.known
-        if len(known) > _UNMARKED:
+        if len(known) > min(_UNMARKED + _UNMARKED_OF_START * starts, deep.DEEP):
             for node, reach in known.items():
                 if node is not None:
                     number, kind = node._sequence_nr(), node.__class__
@@ -106,7 +102,7 @@ class Graph(msgspec.Struct, eq=False):
         self.known.clear()
         self.known[None] = NOTHING
 
-    def _visit(self, node: Node, number: int) -> Reach:
+    def visit(self, node: Node, number: int) -> Reach:
         """Finds what an edge leads to, and all nodes behind it. A Recv is not among the known nodes: it may give
         several tensors."""
         kind = node.__class__

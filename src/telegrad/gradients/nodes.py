@@ -1,13 +1,13 @@
 """The nodes that telegrad puts into torch's graph.
 
-    Send    its input is a tensor of a message, its output a token: its backward returns the gradient that
-            arrived for it. A leaf has none
+    Sends   its inputs are the tensors of a message that are no leaves. It never runs: it keeps where they lead
     Recv    its output is a tensor of a received message: its backward sends the gradient away
-    Wait    in front of the Sends (and leaves) of a message, for one pass: its backward waits for the gradients
+    Wait    in front of the tensors of a message, for one pass: its backward waits for their gradients, and gives them
     Beacon  stands by itself and runs first: it tells which pass an engine call belongs to
 
-What leads to a tensor that was not used must not run, though another tensor of the same message was used. So each
-tensor has a node of its own: a Send or a Recv, or a copy of torch's in place of the one or in front of the other.
+What leads to a tensor that was not used must not run, though another tensor of the same message was used. So a Wait
+leads to those that were used, and no others; and each tensor that was received has a node of its own: a Recv, or a copy
+of torch's in front of one.
 
 The nodes hold numbers only, never the pass or the context. torch holds them where the garbage collector cannot look,
 so a cycle through them would live for ever. `running` asks the engine which pass a backward belongs to.
@@ -27,14 +27,18 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .._torch import (
     DisableTorchFunctionSubclass,
+    are_saved_tensors_hooks_enabled,
     bind_apply,
     current_graph_task_id,
     is_in_tls,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
     run_backward,
     stash_in_tls,
 )
 from ..errors import GradientError
 from ..messages import LogEntry
+from ..options import LEAST_COPIED, MOST_COPIED
 from ..primitives import current
 
 if TYPE_CHECKING:
@@ -139,19 +143,19 @@ _TOKEN = torch.zeros((), device="cpu")
 _NONE: list[int] = []
 
 
-class Send(torch.autograd.Function):
+class Sends(torch.autograd.Function):
+    # Note [what stands for a tensor that was sent]
+    # The tensor may be changed in place later, and lead elsewhere. A saved tensor leads to where the tensor did: where
+    # hooks pack and unpack it, torch keeps that apart from its values. So these hooks keep no values, and what is
+    # unpacked is a token that leads there, for a Wait.
     @staticmethod
-    def forward(ctx: Any, id: int, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.id = id
-        ctx.materialize_grads = False
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
         return _TOKEN.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        call = _running.get(current_graph_task_id()) or running()
-        if call is None:
-            raise GradientError(f"the Send of tensor {ctx.id} was run outside of a backward pass")
-        return None, call.take(ctx.id)
+        raise GradientError("the Sends of a message were run")
 
 
 class Recv(torch.autograd.Function):
@@ -192,9 +196,9 @@ class Wait(torch.autograd.Function):
     # Note [why a Wait has sequence number 0]
     # Of the nodes that are ready the engine takes the one with the highest number first. So a Wait, with the lowest,
     # blocks only when there is nothing else to do. No other node of the pass may have 0: the walk sees to it.
-    # Its inputs are leaves and copies, tokens of Sends, and the Wait before it: `given` has the ids of the first ones,
-    # which get their gradients from it. `kept` has those of leaves that are no inputs: see Note [past the node of a
-    # leaf] in waits.py.
+    # Its inputs are leaves, what stands for other tensors, and the Wait before it: `given` has the ids of the first
+    # ones, which get their gradients from it. `kept` has those of leaves that are no inputs: see Note [past the node of
+    # a leaf] in waits.py.
     @staticmethod
     def forward(
         ctx: Any, messages: list[int], given: list[int], kept: list[int], *inputs: torch.Tensor
@@ -226,7 +230,7 @@ def _await_for_a_while(messages: list[int], limit: float, gradients: Any) -> Non
     _await(messages, limit)
 
 
-for _kind in (Send, Recv, Wait):
+for _kind in (Recv, Wait):
     # torch's own `apply` of a node, in Python, first looks which of `backward` and `vjp` its Function has.
     _node: Any = _kind._backward_cls
     _node.apply = _kind.backward
@@ -251,7 +255,7 @@ _recv_node.__eq__ = _is_of_same_message
 _recv_node.__hash__ = object.__hash__
 
 # torch's Function.apply, without what it does for transforms (vmap and the like) that none of these nodes meets.
-_apply_send, _apply_recv, _apply_wait = (bind_apply(None, kind) for kind in (Send, Recv, Wait))
+_apply_sends, _apply_recv, _apply_wait = (bind_apply(None, kind) for kind in (Sends, Recv, Wait))
 
 
 def make_beacon() -> torch.Tensor:
@@ -289,32 +293,10 @@ def drop_leftovers() -> None:
 
 
 # Note [copies]
-# A Send is Python code, when it is made and when it runs, and so is a Recv. Where a message has several small tensors,
-# copies take the place of their Sends: a copy's node leads to where its tensor came from, as a Send does, whatever is
-# done to the tensor later, and a Wait gives it its gradient. At the receiver these tensors have one Recv together, and
-# what users get are copies of what it gives: a hook of one must not run where only another one was used. (So they are
-# not copied by one _foreach operation, which has one node.)
-_MOST_COPIED = 4096  # bytes of a tensor
-LEAST_COPIED = 4  # tensors; for fewer it does not pay
-
-
-def copies_of(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Makes what takes the place of Sends for the small ones among the tensors of a message, by their places."""
-    places = _small_ones(tensors)
-    if not places or torch.is_inference_mode_enabled():
-        return {}
-    places = [place for place in places if tensors[place].grad_fn is not None]
-    if len(places) < LEAST_COPIED:
-        return {}
-    if torch.is_grad_enabled():
-        copies = {place: tensors[place].clone() for place in places}
-    else:
-        with torch.enable_grad():
-            copies = {place: tensors[place].clone() for place in places}
-    first: Any = copies[places[0]].grad_fn
-    if first._sequence_nr() == 0:
-        first._set_sequence_nr(1)  # see Note [why a Wait has sequence number 0]
-    return copies
+# A Recv is Python code, when it is made and when it runs. Where a message has several small tensors, they have one Recv
+# together, and what users get are copies of what it gives: a hook of one must not run where only another one was used.
+# (So they are not copied by one _foreach operation, which has one node.) And so the Recv's own may share memory: see
+# rebuild_gathered() in serialization/gathering.py.
 
 
 def _small_ones(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -325,24 +307,34 @@ def _small_ones(tensors: Sequence[torch.Tensor]) -> list[int]:
         if type(tensor) is torch.Tensor
         and tensor.is_cpu
         and tensor.layout is torch.strided
-        and tensor.nbytes <= _MOST_COPIED
+        and tensor.nbytes <= MOST_COPIED
         and not tensor.is_conj()
         and not tensor.is_neg()
     ]
     return places if len(places) >= LEAST_COPIED else []
 
 
-def make_send(id: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Makes a Send; returns its token."""
-    if torch.is_grad_enabled() and type(tensor) is torch.Tensor:
-        token: torch.Tensor = _apply_send(id, tensor)
-    else:
-        with torch.enable_grad(), DisableTorchFunctionSubclass():
-            token = _apply_send(id, tensor)
-    node: Any = token.grad_fn
-    if node._sequence_nr() == 0:
-        node._set_sequence_nr(1)  # see Note [why a Wait has sequence number 0]
-    return token
+# For each saved tensor these are called: C functions. The first returns False.
+_pack: Any = callable
+_unpack: Any = (_TOKEN, _TOKEN).__getitem__
+
+
+def make_sends(tensors: Sequence[torch.Tensor]) -> Any:
+    """Makes the Sends of inner tensors. Its `next_functions` are their edges, and its `saved_tensors` stand for them:
+    see Note [what stands for a tensor that was sent]."""
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return make_sends(tensors)
+    if not are_saved_tensors_hooks_enabled():
+        node: Any = _apply_sends(*tensors).grad_fn
+        for saved in node._raw_saved_tensors:
+            saved.register_hooks(_pack, _unpack)
+        return node
+    push_saved_tensors_hooks(_pack, _unpack)
+    try:
+        return _apply_sends(*tensors).grad_fn
+    finally:
+        pop_saved_tensors_hooks()
 
 
 # Note [leaves and threads]

@@ -59,7 +59,9 @@ def _carry(member: Member, to: int, begun: set[int], found: list[LogEntry]) -> N
         return
     begun.add(member.id)
     for other in member.depends_on:
-        _carry(other, to, begun, found)
+        # Most often there is nothing to carry of a large group. So the same is asked here, without a call.
+        if type(other) is Past and other.id >> COUNTER_BITS != to:
+            _carry(other, to, begun, found)
     found.append(LogEntry(member.id, 0, ids_of(member.depends_on)))
 
 

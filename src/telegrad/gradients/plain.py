@@ -113,11 +113,12 @@ class Plain(Context):
 
     def add(self, found: Sequence[Sent]) -> None:
         """Keeps the tensors of a message that is about to be sent."""
+        first = found[0]
         with self.lock:
             for sent in found:
                 self.sends[sent.id] = sent
-                sent.graph.sends += 1
-                self.receivers[sent.message] = sent.to
+            first.graph.sends += len(found)
+            self.receivers[first.message] = first.to
 
     def new_group(self, members: Reach) -> Past:
         """Makes a Past that stands for several."""

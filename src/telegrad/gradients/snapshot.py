@@ -178,7 +178,7 @@ def _add_nodes(part: Part, graph: Graph, sends: list[Sent], recvs: list[Any], ro
             place = places[id(node)] = part.add(Operation(worker_id=worker_id, name=name, **_given_by(node)))
             part.edges += [Edge(next, place) for next in nexts]
     for sent in sends:
-        tail = place_of(sent.stand_in) if sent.is_leaf else place_behind(*sent.edge)
+        tail = place_of(sent.leaf) if sent.leaf is not None else place_behind(*sent.edge)
         about: dict[str, Any] = {
             "id": sent.id,
             "message": sent.message,

@@ -13,7 +13,7 @@ or of its node, or DistributedDataParallel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -48,25 +48,28 @@ def make_waits(
                     past.append(sent.id)
                 else:
                     ids.append(sent.id)
-                    inputs.append(sent.stand_in)
+                    inputs.append(sent.leaf)  # type: ignore[arg-type]
     if messages:
-        token = _make_wait(messages, ids, past, inputs, leaves, has_devices)
+        token = _make_wait(messages, ids, past, inputs, leaves, has_devices, len(ids))
     for message in wait_order(inner) if inner else ():
-        ids, past, inputs, tokens, copied, copies = [], [], [], [], [], []
+        ids, past, inputs, others = [], [], [], list[Sent]()
         for sent in waits[message]:
-            if sent.is_copied:
-                copied.append(sent.id)
-                copies.append(sent.stand_in)
+            if not sent.is_leaf:
+                others.append(sent)
             elif sent.id in kept:
                 past.append(sent.id)
-            elif sent.is_leaf:
-                ids.append(sent.id)
-                inputs.append(sent.stand_in)
             else:
-                tokens.append(sent.stand_in)
+                ids.append(sent.id)
+                inputs.append(sent.leaf)  # type: ignore[arg-type]
+        leaf_count = len(ids)
+        if others:
+            stand_ins = others[0].sends.saved_tensors
+            for sent in others:
+                ids.append(sent.id)
+                inputs.append(stand_ins[sent.number])
         if token is not None:
-            tokens.append(token)
-        token = _make_wait([message], ids, past, inputs + copies + tokens, leaves, has_devices, copied)
+            inputs.append(token)
+        token = _make_wait([message], ids, past, inputs, leaves, has_devices, leaf_count)
     assert token is not None
     return token
 
@@ -74,8 +77,8 @@ def make_waits(
 def is_unseen(sent: Sent) -> bool:
     """Says whether the gradient of what was sent can go past its node. The caller has disabled __torch_function__ of
     subclasses."""
-    leaf = sent.stand_in
-    if not sent.is_leaf or leaf.is_cpu or leaf.layout is not torch.strided:
+    leaf = sent.leaf
+    if leaf is None or leaf.is_cpu or leaf.layout is not torch.strided:
         return False
     if leaf.device != sent.device or leaf.dtype != sent.dtype:
         return False  # its `.data` was set since: it has another node, which casts the gradient
@@ -91,12 +94,12 @@ def _make_wait(
     inputs: list[torch.Tensor],
     leaves: dict[Node, None],
     has_devices: bool,
-    copied: Sequence[int] = (),
+    leaf_count: int,
 ) -> torch.Tensor:
-    """Makes a Wait. Its inputs are the leaves with these ids, then the copies, then the rest."""
-    token = nodes.make_wait(messages, [*ids, *copied] if copied else ids, inputs, past)
-    if ids:
-        for node, _ in token.grad_fn.next_functions[: len(ids)]:  # type: ignore[union-attr]
+    """Makes a Wait. Its inputs are those with these ids, the leaves first, then the rest."""
+    token = nodes.make_wait(messages, ids, inputs, past)
+    if leaf_count:
+        for node, _ in token.grad_fn.next_functions[:leaf_count]:  # type: ignore[union-attr]
             if node is not None:
                 leaves[node] = None
     if has_devices:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._torch import dual_level, len_torch_dispatch_stack, transforms
-from ..options import SHARED_MEMORY_FROM
+from ..options import LEAST_COPIED, MOST_COPIED, SHARED_MEMORY_FROM
 from .pickling_state import Outgoing
 from .tensors import DTYPES, EXPANDED_FROM, REQUIRES_GRAD, describe
 
@@ -83,10 +83,14 @@ def rebuild_gathered(
     stride: tuple[int, ...],
     flags: int,
     device: None,
-) -> list[torch.Tensor]:
-    """The tensors that `gather` has found, each with memory of its own."""
+) -> Sequence[torch.Tensor]:
+    """The tensors that `gather` has found. Each has memory of its own, but for `detached` ones that are copied when
+    they get their history."""
     dtype, size = DTYPES[dtype_name], len(memory) // count
     whole = memory if type(memory) is bytearray else bytearray(memory)
+    if detached and size <= MOST_COPIED and count >= LEAST_COPIED and shape:
+        together = torch.frombuffer(whole, dtype=dtype).view(-1, *shape[1:])
+        return torch.unsafe_split(together, shape[0])
     tensors = [torch.frombuffer(whole[at : at + size], dtype=dtype) for at in range(0, count * size, size)]
     if len(shape) != 1:
         for tensor in tensors:

@@ -50,7 +50,7 @@ from .tensors import (
 from .torch_objects import is_named_by_torch, reduce_named_by_torch
 from .transforms import refuse_dual
 
-# Gives received tensors their history.
+# Gives received tensors their history, and small ones memory of their own.
 Attach = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 _FLAT = 1  # the first byte of flat values; a pickle's is 0x80
