@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from graph_numbers import with_random_numbers
 from graph_programs import (
     PACKINGS,
     Body,
@@ -475,4 +476,4 @@ class Maker:
 
 def make_program(rng: Random) -> Program:
     """A random program. A few have a function that raises in every backward pass."""
-    return Maker(rng).program()
+    return with_random_numbers(Maker(rng).program(), rng)

@@ -130,6 +130,7 @@ class Checkpoint:
     inputs: tuple[int, ...]
     steps: tuple[Step, ...]
     reentrant: bool
+    preserves: bool = False  # the state of torch's generator
 
     @property
     def calls(self) -> bool:
@@ -145,7 +146,7 @@ class Checkpoint:
             return within.values[-1]
 
         given = [frame.values[i] for i in self.inputs]
-        made = checkpoint(inner, *given, use_reentrant=self.reentrant, preserve_rng_state=False)
+        made = checkpoint(inner, *given, use_reentrant=self.reentrant, preserve_rng_state=self.preserves)
         frame.values.append(made)
 
 
@@ -216,7 +217,7 @@ class Nest:
 
 
 class Step(Protocol):
-    """One of those above, or of wide_programs.py."""
+    """One of those above, of wide_programs.py or of graph_numbers.py."""
 
     def run(self, frame: Frame) -> None: ...
 
@@ -253,9 +254,10 @@ class Program:
     bodies: tuple[Body, ...]  # the first is the program's own, on worker 0
     passes: tuple[Pass, ...]
     anomaly: bool = False
+    seed: int | None = None  # of the random numbers that it draws
 
     def __str__(self) -> str:
-        lines = [f"program over {self.workers} workers{', anomaly mode' if self.anomaly else ''}"]
+        lines = [f"program over {self.workers} workers{', anomaly mode' if self.anomaly else ''}, seed {self.seed}"]
         lines += [f"  leaf {i}: {leaf}" for i, leaf in enumerate(self.leaves)]
         for i, body in enumerate(self.bodies):
             lines.append(f"  body {i} on worker {body.worker}:")
@@ -378,14 +380,16 @@ def mark_used(tensors: Sequence[Tensor]) -> None:
 
 
 class Place:
-    """One worker's part of a run."""
+    """One worker's part of a run. `generator`: of the reference; a worker draws from torch's own."""
 
-    def __init__(self, program: Program, worker: int, wire: Wire) -> None:
+    def __init__(self, program: Program, worker: int, wire: Wire, generator: torch.Generator | None = None) -> None:
         self.program = program
         self.worker = worker
         self.wire = wire
         self.leaves: dict[int, Tensor] = {}
         self.modules: dict[int, Scaled] = {}
+        self.generator = generator
+        self.drawn: dict[int, Tensor] = {}  # from it, by the number of the draw
         self.own_stream: Any = torch.Stream(DEVICES[-1]) if STREAMS else None
         self.kept: dict[int, Tensor] = {}
         self.retained: dict[int, Tensor] = {}
@@ -441,6 +445,14 @@ class Place:
     def note(self, label: str, *tensors: Tensor | None) -> None:
         seen = tuple(None if t is None else t.detach().clone() for t in tensors)
         self.seen.setdefault(label, []).append(seen)
+
+    def draw(self, number: int, like: Tensor) -> Tensor:
+        """Draws random numbers. The reference gives a checkpoint that runs again those that it had before."""
+        if self.generator is None:
+            return torch.rand(like.shape, dtype=like.dtype)
+        if number not in self.drawn:
+            self.drawn[number] = torch.rand(like.shape, dtype=like.dtype, generator=self.generator)
+        return self.drawn[number]
 
     def hook(self, label: str, factor: float | None) -> Callable[[Tensor | None], Tensor | None]:
         def see(gradient: Tensor | None) -> Tensor | None:

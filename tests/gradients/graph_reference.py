@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from graph_numbers import generators, number_traits
 from graph_programs import Call, Checkpoint, Hook, Op, Pass, Place, Program, Take, steps_of
 from torch import Tensor
 from wide_programs import wide_traits
@@ -34,6 +35,7 @@ class Outcome:
     # where only others of these tensors lead to the inputs. And torch runs the hooks of a root that leads to none, but
     # only of a single root: beside a Beacon it is not.
     hooks_differ: bool = False
+    next_numbers: list[float] = field(default_factory=list)  # that the generators would give now
     error: BaseException | None = None
     failed_on: int = -1  # the worker that had begun the pass
 
@@ -66,12 +68,13 @@ class Sent:
 
 
 class LocalWire:
-    """A call is a call. `per_tensor`: each tensor of a message is a node of its own."""
+    """A call is a call. `per_tensor`: each tensor of a message is a node of its own. `names`: of workers with a process
+    each, for what they draw."""
 
-    def __init__(self, program: Program, per_tensor: bool) -> None:
+    def __init__(self, program: Program, per_tensor: bool, names: Sequence[str] = ()) -> None:
         self.program = program
         self.per_tensor = per_tensor
-        self.places = [Place(program, worker, self) for worker in range(program.workers)]
+        self.places = [Place(program, i, self, generator) for i, generator in enumerate(generators(program, names))]
         self.sent: list[Sent] = []
         self._alive: list[Any] = []
         self.skips: list[tuple[int, Any]] = []
@@ -185,12 +188,17 @@ class Graph:
 
 
 def run_locally(
-    program: Program, *, per_tensor: bool = True, traits: Counter[str] | None = None, plain: bool = False
+    program: Program,
+    *,
+    per_tensor: bool = True,
+    traits: Counter[str] | None = None,
+    plain: bool = False,
+    names: Sequence[str] = (),
 ) -> Outcome:
     """What plain autograd makes of a program. What the graph has is counted in `traits`. `plain`: all gradients go to
-    `.grad`, where they add up."""
+    `.grad`, where they add up. `names`: of workers that have a process each, which random numbers depend on."""
     outcome = Outcome()
-    wire = LocalWire(program, per_tensor)
+    wire = LocalWire(program, per_tensor, names)
     found: set[str] = set()
     with torch.autograd.set_detect_anomaly(program.anomaly):
         wire.places[0].run(0, [])
@@ -235,6 +243,8 @@ def run_locally(
         for place in wire.places:
             outcome.retained |= {n: tensor.grad for n, tensor in place.retained.items()}
             outcome.seen |= place.seen
+        used = dict.fromkeys(place.generator for place in wire.places if place.generator is not None)
+        outcome.next_numbers = [float(torch.rand((), generator=generator)) for generator in used]
     if traits is not None:
         if any(label not in place.seen for place in wire.places for label in place.hooked):
             found.add("hooks on received tensors that are not used")
@@ -318,5 +328,5 @@ def traits_of(program: Program) -> set[str]:
         "anomaly mode": program.anomaly,
         "a function that fails": any(isinstance(step, Op) and step.name == "custom-!" for step in steps),
     }
-    checks |= wide_traits(program)
+    checks |= wide_traits(program) | number_traits(program)
     return {name for name, there in checks.items() if there}

@@ -6,7 +6,8 @@
         compare(expected, party.run(program))
 
 What must be equal: the gradient of every leaf in every context, `.grad` of leaves and of tensors that retain it,
-what every hook and every custom function saw and how often, and how many gradient messages went from whom to whom.
+what every hook and every custom function saw and how often, how many gradient messages went from whom to whom, and how
+many random numbers were drawn.
 """
 
 from __future__ import annotations
@@ -247,6 +248,8 @@ class Party:
         try:
             with torch.autograd.set_detect_anomaly(program.anomaly), wire.open:
                 wire.nest()
+                if program.seed is not None:
+                    telegrad.manual_seed(program.seed)
                 places[0].run(0, [])
                 for place in places:
                     place.freeze()
@@ -354,6 +357,8 @@ class Party:
             if outcome.error is None:
                 outcome.retained |= {n: tensor.grad for n, tensor in place.retained.items()}
                 outcome.seen |= place.seen
+        if wire.program.seed is not None and outcome.error is None:
+            outcome.next_numbers = [float(torch.rand(()))]  # one generator for all workers
 
     def _wait_for_passes(self, within: float = 5.0) -> None:
         deadline = time.monotonic() + within
@@ -435,6 +440,7 @@ def compare(expected: Outcome, actual: Outcome, plain: Program | None = None) ->
         if not expected.hooks_differ:
             _compare("retained", expected.retained, actual.retained)
             _compare("seen", expected.seen, actual.seen, alike=same_in_any_order)
+        assert actual.next_numbers == expected.next_numbers, "the generators have another state"
         _compare("grad()", dict(enumerate(expected.asked)), dict(enumerate(actual.asked)))
         assert None in (expected.messages, actual.messages) or actual.messages == expected.messages, (
             f"gradient messages from, to: {dict(actual.messages)} instead of {dict(expected.messages)}"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from random import Random
 
 from graph_maker import Draft, Maker, Value
+from graph_numbers import with_random_numbers
 from graph_programs import Body, Call, Checkpoint, Pass, Program, steps_of
 from wide_programs import (
     LARGE,
@@ -244,4 +245,4 @@ class WideMaker(Maker):
 
 def make_wide_program(rng: Random, *, plain: bool) -> Program:
     """A random program with many tensors."""
-    return WideMaker(rng, plain=plain).program()
+    return with_random_numbers(WideMaker(rng, plain=plain).program(), rng)
