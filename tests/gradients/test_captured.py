@@ -19,7 +19,6 @@ import telegrad
 from telegrad import autograd, rpc
 from telegrad._torch import run_backward
 from telegrad.gradients import in_process, node_hooks
-from telegrad.gradients.backward_pass import Part
 from telegrad.gradients.captured import Captured
 from telegrad.gradients.leaves import Capture, GradientTable
 from telegrad.gradients.local_pass import LocalPass
@@ -119,7 +118,7 @@ def test_gathering_that_fails_is_tried_again():
             raise error
         return table
 
-    local = LocalPass(1, Part(), 0.0, gathering=gather)
+    local = LocalPass(pass_id=1, since=0.0, gathering=gather)
     with pytest.raises(MemoryError):
         local.gather()
     assert local.gradients is None
@@ -136,7 +135,7 @@ def test_a_part_reports_before_it_gathers(plain, monkeypatch):
     report, gather = Parts._report, Captured.gather
 
     def reports(self, local, error):
-        if not local.part.is_root:
+        if not local.is_root:
             order.append("report")
         report(self, local, error)
 
