@@ -128,8 +128,9 @@ class Planner:
             pass  # it has ended; or something upstream was sent outside of contexts, and is not known here
         try:
             found = self._ask_for_closure(received, _ASKING if seconds is None else min(seconds, _ASKING))
+            own, here = self._id, self._contexts.plain.sends
             for id in found:  # those of others they say themselves
-                if id >> COUNTER_BITS == self._id and self._contexts.find_sent_anywhere(id) is None:
+                if id >> COUNTER_BITS == own and id not in here and self._contexts.find_sent_anywhere(id) is None:
                     if not context.id:
                         raise self._dropped(id, found)
                     raise MissingEntryError(id)
@@ -189,8 +190,9 @@ class Planner:
                 if known is None:
                     unknown.add(id)
                 elif id not in found:
-                    found[id] = LogEntry(id, known[1], ids_of(known[0]))
-                    waiting.extend(known[0])
+                    behind, in_context = known
+                    found[id] = LogEntry(id, in_context, ids_of(behind) if behind else ())
+                    waiting += behind
             unknown -= found.keys()
             if not unknown:
                 return found
