@@ -11,7 +11,8 @@ import torch
 
 from telegrad.errors import PeerLostError
 from telegrad.events import Events
-from telegrad.gradients.contexts import Contexts, Sent
+from telegrad.gradients.context import all_sent
+from telegrad.gradients.contexts import Contexts
 from telegrad.gradients.local_pass import LocalPass
 from telegrad.gradients.participant import Parts
 from telegrad.messages import COUNTER_BITS, Autograd, Begin, Done, Envelope, Failure, Kind, Member
@@ -42,7 +43,7 @@ class Worker:
     def _send(self, to: int) -> int:
         id = self.new_message_id()
         leaf = torch.ones(3, requires_grad=True)
-        self.context.sends[id] = Sent(id, id, 0, 1, to, leaf, self.context.graph)
+        (self.context.sends[id],) = all_sent(id, to, [leaf], self.context.graph, lambda: 0)
         return id
 
     def begin(self) -> Callable[[], None] | None:

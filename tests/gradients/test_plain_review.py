@@ -317,7 +317,7 @@ def run_to_its_end(text, *arguments):
 DEEP_SENDS = """
     import sys
     import torch
-    from telegrad.gradients.context import Sent
+    from telegrad.gradients.context import all_sent
     from telegrad.gradients.local_graph import Graph
     from telegrad.gradients.plain import make_plain
 
@@ -326,7 +326,7 @@ DEEP_SENDS = """
         x = x * 1.0
     plain = make_plain(1, lambda: 0)
     graph = Graph(plain.new_group)
-    plain.add([Sent(id, 1, place, 2, 7, x, graph) for place, id in enumerate((1, 2))])
+    plain.add(all_sent(1, 7, [x, x], graph, lambda: 2))
     del x
     if sys.argv[1] == "closed":
         plain.close()

@@ -17,7 +17,7 @@ import msgspec
 
 from . import deep
 from .deep import BITS, HASH
-from .nodes import AccumulateGrad, CheckpointNode, RecvNode
+from .nodes import AccumulateGrad, CheckpointNode, CopyNode, RecvNode
 from .pasts import Member
 
 Node = Any  # torch.autograd.graph.Node, but with what its kinds have besides
@@ -146,14 +146,20 @@ class Graph(msgspec.Struct, eq=False):
                                 (number >> _SHORT) * HASH & BITS < _PICKED or (number >> _LONG) * HASH & BITS < _PICKED
                             ):
                                 found = next.metadata.get(_REACH)
-                            if found is None:
-                                path.append((node, edges, reach, many))
-                                node, edges, reach, many = next, iter(next.next_functions), NOTHING, None
+                            if found is not None:
+                                self.is_complete = False
+                            else:
                                 if not number:
-                                    node._set_sequence_nr(1)
-                                found = NOTHING
-                                break
-                            self.is_complete = False
+                                    next._set_sequence_nr(1)
+                                behind = next.next_functions
+                                if kind is not CopyNode or behind[0][0].__class__ is not RecvNode:
+                                    path.append((node, edges, reach, many))
+                                    node, edges, reach, many = next, iter(behind), NOTHING, None
+                                    found = NOTHING
+                                    break
+                                # A copy of what was received, of which there may be many.
+                                copied, number = behind[0]
+                                found = frozenset((copied.members[number],))
                         known[next] = found
                 if found is not reach:
                     if many is not None:

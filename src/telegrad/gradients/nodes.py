@@ -418,5 +418,7 @@ with torch.inference_mode(False):
     AccumulateGrad: type = type(
         torch.autograd.graph.get_gradient_edge(torch.empty(0, device="cpu", requires_grad=True)).node
     )
+    with torch.enable_grad():
+        CopyNode: type = type(torch.empty(0, device="cpu", requires_grad=True).clone().grad_fn)
 RecvNode: Any = Recv._backward_cls
 CheckpointNode: type = CheckpointFunction._backward_cls

@@ -69,9 +69,8 @@ def rebuilt(entries: Iterable[LogEntry], find_own: Callable[[int], Past | None])
     """Returns the Pasts that a message has carried, by id. `find_own` finds those of what this worker has sent."""
     found: dict[int, Past] = {}
     for entry in entries:
-        members: list[Member] = []
-        for id in entry.depends_on:
-            past = found.get(id) or find_own(id)
-            members.append(id if past is None else past)
-        found[entry.id] = Past(entry.id, tuple(members))
+        members: tuple[Member, ...] = ()
+        if entry.depends_on:
+            members = tuple([found.get(id) or find_own(id) or id for id in entry.depends_on])
+        found[entry.id] = Past(entry.id, members)
     return found

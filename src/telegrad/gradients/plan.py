@@ -132,8 +132,9 @@ class Planner:
                 if limit is not None and limit < seconds:
                     seconds = limit
             found = self._ask_for_closure(received, seconds)
+            own, here = self._id, self._contexts.plain.sends
             for id in found:  # those of others they say themselves
-                if id >> COUNTER_BITS == self._id and self._contexts.find_sent_anywhere(id) is None:
+                if id >> COUNTER_BITS == own and id not in here and self._contexts.find_sent_anywhere(id) is None:
                     if not context.id:
                         raise self._dropped(id, found)
                     raise MissingEntryError(id)
@@ -193,8 +194,9 @@ class Planner:
                 if known is None:
                     unknown.add(id)
                 elif id not in found:
-                    found[id] = LogEntry(id, known[1], ids_of(known[0]))
-                    waiting.extend(known[0])
+                    behind, in_context = known
+                    found[id] = LogEntry(id, in_context, ids_of(behind) if behind else ())
+                    waiting += behind
             unknown -= found.keys()
             if not unknown:
                 return found
