@@ -118,7 +118,7 @@ def test_gathering_that_fails_is_tried_again():
             raise error
         return table
 
-    local = LocalPass(pass_id=1, since=0.0, gathering=gather)
+    local = LocalPass(pass_id=1, gathering=gather)
     with pytest.raises(MemoryError):
         local.gather()
     assert local.gradients is None

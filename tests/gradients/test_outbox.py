@@ -63,7 +63,7 @@ class Sending:
     def __init__(self) -> None:
         self.host = Host()
         self.errors: list[Exception] = []
-        self.local = LocalPass(is_root=True, pass_id=PASS, since=0.0)
+        self.local = LocalPass(is_root=True, pass_id=PASS)
         self.local.context = Contexts(ROOT, self.host.new_message_id).new()
         self.local.begin = Begin(PASS, self.local.context.id, (), None)
         self.begin = Begin(PASS, self.local.context.id, (5,), None)

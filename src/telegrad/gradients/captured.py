@@ -59,13 +59,11 @@ class Captured:
         shared: set[int] = set()
         if len(set(memories)) < len(memories):
             shared.update(memory for memory, times in Counter(memories).items() if memory and times > 1)
-        return GradientTable.of(
-            [
-                (leaf, own(gradient, leaf, count == free and memory not in shared))
-                for leaf, gradient, count, memory in zip(leaves, gradients, counts, memories, strict=False)
-                if gradient is not None and leaf.requires_grad  # it may have been frozen since its forward
-            ]
-        )
+        pairs: list[tuple[Leaf, torch.Tensor]] = []
+        for leaf, gradient, count, memory in zip(leaves, gradients, counts, memories, strict=False):
+            if gradient is not None and leaf.requires_grad:  # it may have been frozen since its forward
+                pairs.append((leaf, own(gradient, leaf, count == free and memory not in shared)))
+        return GradientTable.of(pairs)
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
@@ -97,16 +95,14 @@ _Counts = tuple[int, int] | None  # None of what is no gradient
 def _look_at(gradients: Sequence[torch.Tensor | None], count: int) -> tuple[list[_Counts], list[int]]:
     """Counts how often each of the first of what the engine has returned is held, in torch and in Python; and says what
     is the same for gradients in one memory, of which none holds another: 0 for one that has no memory of its own."""
-    counts = [
-        None if gradient is None else (gradient._use_count(), getrefcount(gradient))  # type: ignore[attr-defined]
-        for gradient in islice(gradients, count)
-    ]
-    memories = [
-        gradient.data_ptr()
-        if type(gradient) is torch.Tensor and not gradient._is_view() and gradient.layout is torch.strided
-        else _memory_of(gradient)
-        for gradient in islice(gradients, count)
-    ]
+    counts: list[_Counts] = []
+    memories: list[int] = []
+    for gradient in islice(gradients, count):
+        counts.append(None if gradient is None else (gradient._use_count(), getrefcount(gradient)))  # type: ignore[attr-defined]
+        if type(gradient) is torch.Tensor and not gradient._is_view() and gradient.layout is torch.strided:
+            memories.append(gradient.data_ptr())
+        else:
+            memories.append(_memory_of(gradient))
     return counts, memories
 
 

@@ -101,7 +101,8 @@ class Commits:
         assert begin is not None
         try:
             with local.committing:
-                local.gather()
+                if local.gathering is not None:
+                    local.gather()
                 gradients, local.gradients = local.gradients, None
                 if gradients is not None and begin.into_grad:
                     context.went_into_grad = True

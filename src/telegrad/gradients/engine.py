@@ -190,9 +190,7 @@ class Engine:
             own = None if wanted is None else wanted.get(self.id, ())
             begin = Begin(pass_id, context.id, sends.get(self.id, ()), *options, own, modes)
             root = RootedPass(begin, self.id, sends, patience)
-            local = LocalPass(
-                is_root=True, pass_id=pass_id, since=clock.now(), context=context, begin=begin, roots=roots
-            )
+            local = LocalPass(is_root=True, pass_id=pass_id, context=context, begin=begin, roots=roots)
             if patience is not None:
                 local.patience = patience - looking_time(patience)
                 local.moves = partial(moves, root, self.id, self.host)

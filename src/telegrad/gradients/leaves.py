@@ -61,12 +61,13 @@ class GradientTable(msgspec.Struct, eq=False):
     @classmethod
     def of(cls, pairs: Sequence[tuple[Leaf, torch.Tensor]]) -> GradientTable:
         """Makes one of leaves and gradients, which are the table's from now on."""
-        found = {id(pair[0]): pair for pair in pairs}
-        if len(found) == len(pairs) and all(gradient.is_cpu for _, gradient in pairs):
-            return cls(found)
         table = cls()
-        for leaf, gradient in pairs:
-            table.add(leaf, gradient)
+        found = table._found
+        for pair in pairs:
+            if id(pair[0]) not in found and pair[1].is_cpu:
+                found[id(pair[0])] = pair
+            else:
+                table.add(*pair)
         return table
 
     def __len__(self) -> int:

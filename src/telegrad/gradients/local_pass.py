@@ -51,7 +51,7 @@ class LocalPass(Part, eq=False, kw_only=True):
     """One worker's part in one pass: its state, what has arrived for it, and what came of it."""
 
     pass_id: int
-    since: float  # when the first message of it came, or it was begun here
+    since: float = 0.0  # when the first message of it came, if it was begun elsewhere
     # Guards the state (see Part) and the four below. Threads that read take it: held for a moment only.
     lock: Any = msgspec.field(default_factory=RLock)
     undecoded: dict[int, Arrived] = msgspec.field(default_factory=dict)  # by message: its gradients

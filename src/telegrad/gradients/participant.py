@@ -286,7 +286,8 @@ class Parts:
         finally:
             error = outcome = None  # its traceback has this frame: only the collector would find the two
         try:
-            local.gather()  # behind the report: the root need not wait for it
+            if local.gathering is not None:
+                local.gather()  # behind the report: the root need not wait for it
         except Exception as failed:  # no memory; where the root has gone on, add_up() says so
             self._on_local_end(local, failed)
 
