@@ -33,8 +33,8 @@ class Sent(msgspec.Struct, eq=False):
     graph: Graph
     reach: Reach
     known_edge: Edge | None = None
-    sends: Any = None  # of the message, if this is no leaf
-    number: int = 0  # among the tensors of these
+    sends: torch.Tensor | None = None  # the token of the message's Sends, if this is no leaf
+    number: int = 0  # among the tensors of that
     leaf: torch.Tensor | None = None
     is_leaf: bool = False
     is_small_leaf: bool = False
@@ -45,8 +45,8 @@ class Sent(msgspec.Struct, eq=False):
     def edge(self) -> Edge:
         if self.known_edge is None:
             assert self.leaf is not None
-            node: Any = self.alias.grad_fn if self.alias is not None else make_sends((self.leaf,))
-            self.known_edge = node.next_functions[0]
+            behind: Any = make_sends((self.leaf,)) if self.alias is None else self.alias
+            self.known_edge = behind.grad_fn.next_functions[0]
         return self.known_edge
 
 
@@ -60,7 +60,7 @@ def all_sent(
         if not tensor.is_leaf:
             inner.append(tensor)
     sends: Any = make_sends(inner) if inner else None
-    edges = enumerate(sends.next_functions if inner else ())
+    edges = enumerate(sends.grad_fn.next_functions if inner else ())
     has_leaves = len(inner) < count
     for place, tensor in enumerate(tensors):
         id = new_id() if place else message

@@ -319,20 +319,21 @@ _pack: Any = callable
 _unpack: Any = (_TOKEN, _TOKEN).__getitem__
 
 
-def make_sends(tensors: Sequence[torch.Tensor]) -> Any:
-    """Makes the Sends of inner tensors. Its `next_functions` are their edges, and its `saved_tensors` stand for them:
-    see Note [what stands for a tensor that was sent]."""
+def make_sends(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Makes the Sends of inner tensors; returns its token, which keeps it (its object in Python does not, in torch
+    2.11). The `next_functions` of a Sends are the edges of the tensors, and its `saved_tensors` stand for them: see
+    Note [what stands for a tensor that was sent]."""
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return make_sends(tensors)
     if not are_saved_tensors_hooks_enabled():
-        node: Any = _apply_sends(*tensors).grad_fn
-        for saved in node._raw_saved_tensors:
+        token: torch.Tensor = _apply_sends(*tensors)
+        for saved in token.grad_fn._raw_saved_tensors:  # type: ignore[union-attr]
             saved.register_hooks(_pack, _unpack)
-        return node
+        return token
     push_saved_tensors_hooks(_pack, _unpack)
     try:
-        return _apply_sends(*tensors).grad_fn
+        return _apply_sends(*tensors)  # type: ignore[no-any-return]
     finally:
         pop_saved_tensors_hooks()
 

@@ -63,7 +63,7 @@ def make_waits(
                 inputs.append(sent.leaf)  # type: ignore[arg-type]
         leaf_count = len(ids)
         if others:
-            stand_ins = others[0].sends.saved_tensors
+            stand_ins = others[0].sends.grad_fn.saved_tensors  # type: ignore[union-attr]
             for sent in others:
                 ids.append(sent.id)
                 inputs.append(stand_ins[sent.number])
