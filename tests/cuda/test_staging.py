@@ -68,7 +68,8 @@ def test_capture_of_a_graph_in_another_thread(nbytes: int, way: str) -> None:
     on_device = source.cuda()
     work = torch.ones(8, device="cuda")
     torch.cuda.synchronize()
-    side = torch.cuda.Stream()  # CUDA makes none beside a capture
+    # CUDA makes none beside a capture. torch hands out 32 in turn, so one that it chooses for the capture could be `side`.
+    side, captured = torch.cuda.Stream(), torch.cuda.Stream()
     found: list[torch.Tensor] = []
     errors: list[BaseException] = []
 
@@ -81,7 +82,7 @@ def test_capture_of_a_graph_in_another_thread(nbytes: int, way: str) -> None:
             errors.append(error)
 
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=captured):
         thread = threading.Thread(target=copy)
         thread.start()
         thread.join(60)
