@@ -68,7 +68,7 @@ def test_capture_of_a_graph_in_another_thread(nbytes: int, way: str) -> None:
     on_device = source.cuda()
     work = torch.ones(8, device="cuda")
     torch.cuda.synchronize()
-    # CUDA makes no stream beside a capture. torch hands out 32 in turn: one that it chose for the capture could be `side`.
+    # CUDA makes no stream beside a capture. torch hands out 32 in turn: its own choice could be `side`.
     side, captured = torch.cuda.Stream(), torch.cuda.Stream()
     found: list[torch.Tensor] = []
     errors: list[BaseException] = []
