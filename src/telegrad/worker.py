@@ -88,7 +88,8 @@ class Worker:
         self._reader = Reader(
             member.name, self._lease, self._pending, self._threads, self.events, self._peers.name_of,
             receive=self.receive, on_expired=self._on_expired, on_lost=self.on_lost, on_marked=self.recorder.on_read,
-            merge=self.attach.merge, arrive=self.references.incoming, on_control=self._on_control,
+            merge=self.attach.merge, on_forgotten=self.contexts.plain.on_forgotten, arrive=self.references.incoming,
+            on_control=self._on_control,
             on_ends=lambda *told: self.engine.on_ends(*told),
         )  # fmt: skip
         # For gradients and references (gradients/host.py):
@@ -263,6 +264,8 @@ class Worker:
             else:
                 call.envelope, call.frames = envelope, message.frames
                 self.calls.complete(call, may_run_callbacks=call is here)
+            if message.task is not None:
+                message.task()
         if self.events.subscribers:
             report(self.events, "receive", "complete", envelope, message.connection)
 

@@ -149,6 +149,7 @@ class Bench:
             "bench", self.lease, self.pending, SimpleNamespace(submit=self._submit, start=self._nothing),  # type: ignore[arg-type]
             Events(), str,
             receive=self._receive, on_expired=self._on_expired, on_lost=self._on_lost, merge=self._nothing,
+            on_forgotten=self._nothing,
             arrive=self._nothing, on_control=self._nothing, on_ends=self._nothing, on_marked=self._nothing,
         )  # fmt: skip
 

@@ -154,11 +154,6 @@ class Attach:
         """Takes over what a message says. Never blocks, and runs no user code. What is returned is to live as long as
         the message."""
         autograd = envelope.autograd
-        if (
-            envelope.forgotten
-            and (task := self._plain.on_forgotten(connection.peer.id, envelope.forgotten)) is not None
-        ):
-            self._plain.submit(task)
         if autograd is None:
             return None
         if not autograd.context:

@@ -42,7 +42,7 @@ class Incoming(msgspec.Struct, eq=False):
     frames: Frames
     deadline: float | None  # of a call
     call: PendingCall | None  # that an answer completes
-    task: Callable[[], None] | None  # what is left to do for a message of a backward pass; before a call is run
+    task: Callable[[], None] | None  # what is left to do: for a message of a pass; before a call; after an answer
 
 
 def _answers_first(message: Incoming) -> bool:
@@ -65,6 +65,7 @@ class Reader:
         on_expired: Callable[[PendingCall], None],
         on_lost: Callable[[Connection, str], None],
         merge: Callable[[Envelope, Connection], object],
+        on_forgotten: Callable[[int, tuple[int, ...]], Callable[[], None] | None],
         arrive: Callable[[Envelope, int], tuple[Any, Callable[[], None] | None]],
         on_control: Callable[[int, Envelope, Frames], Callable[[], None] | None],
         on_ends: Callable[[int, Envelope], Callable[[], None] | None],
@@ -80,6 +81,7 @@ class Reader:
         self._on_expired = on_expired
         self._on_lost = on_lost
         self._merge = merge
+        self._on_forgotten = on_forgotten
         self._arrive = arrive
         self._on_control = on_control
         self._on_ends = on_ends
@@ -182,12 +184,15 @@ class Reader:
         call = deadline = task = undecoded = ends = None
         if envelope.ended or envelope.released:
             ends = self._on_ends(connection.peer.id, envelope)
-        if envelope.autograd is not None or envelope.forgotten:
+        if envelope.autograd is not None:
             undecoded = self._merge(envelope, connection)
         if envelope.lent or envelope.creates or envelope.dropped:
             frames.keep, task = self._arrive(envelope, connection.peer.id)
             if task is not None and kind != _CALL:
                 self._threads.submit(task)
+            if kind != _CALL:
+                task = None
+        freed = self._on_forgotten(connection.peer.id, envelope.forgotten) if envelope.forgotten else None
         if undecoded is not None:
             frames.keep = (frames.keep, undecoded)
         if envelope.placed or envelope.lane:
@@ -200,14 +205,13 @@ class Reader:
             if envelope.timeout is not None:
                 deadline = frames.deadline = clock.now() + envelope.timeout
         elif kind in _ANSWERS:
-            call, task = self._pending.claim(envelope.reply_to, connection), None
+            call = self._pending.claim(envelope.reply_to, connection)
         else:
             task = self._on_control(connection.peer.id, envelope, frames)
         if ends is not None:
-            if kind in _ANSWERS:
-                self._threads.submit(ends)
-            else:
-                task = ends if task is None else partial(interrupts.run_all, [ends, task])
+            task = ends if task is None else partial(interrupts.run_all, [ends, task])
+        if freed is not None:  # last: nobody waits for it
+            task = freed if task is None else partial(interrupts.run_all, [task, freed])
         found.append(Incoming(connection, envelope, frames, deadline, call, task))
         if opened:
             self._on_marked(envelope, connection, frames, opened)
@@ -231,9 +235,11 @@ class Reader:
         try:
             for message in found:
                 left -= 1
-                if message.envelope.kind == _CALL or message.task is not None:
+                if message.envelope.kind in _ANSWERS:
+                    self._receive(message, here)
+                elif message.envelope.kind == _CALL or message.task is not None:
                     self._hand_on(message)
-                elif message.envelope.kind in _ANSWERS or self._events.subscribers:  # else nothing is left to do
+                elif self._events.subscribers:  # else nothing is left to do
                     self._receive(message, here)
         except BaseException:
             for message in found[len(found) - left :]:
