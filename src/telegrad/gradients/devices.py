@@ -50,7 +50,8 @@ def is_on_device(tensor: torch.Tensor | None) -> bool:
 
 def streams_of(tensors: Iterable[torch.Tensor | None]) -> list[torch.Stream]:
     """Returns the current stream of each device among the tensors'."""
-    devices = {tensor.device for tensor in tensors if tensor is not None and is_on_device(tensor)}
+    # As is_on_device() says, but without a call for each:
+    devices = {tensor.device for tensor in tensors if tensor is not None and not tensor.is_cpu and not tensor.is_meta}
     return [torch.accelerator.current_stream(device) for device in devices]
 
 

@@ -24,24 +24,25 @@ def kept(gradients: Sequence[Gradient], free: tuple[int, int] | None) -> list[Gr
     """Returns gradients that may be kept beyond the backward that was given them: copies where the Function that made
     them may use their memory again. `free` is what free_references() says."""
     return [
-        gradient if gradient is None or gradient.requires_grad or _references(gradient) == free else gradient.clone()
-        for gradient in gradients
+        gradient if gradient is None or gradient.requires_grad or references == free else gradient.clone()
+        for gradient, references in zip(gradients, _references(gradients), strict=True)
     ]
 
 
-def _references(gradient: torch.Tensor) -> tuple[int, int]:
-    """Counts how often a gradient is held, in torch and in Python: here by the arguments of the backward, and a loop
+def _references(gradients: Sequence[Any]) -> list[tuple[int, int] | None]:
+    """Counts how often each gradient is held, in torch and in Python: here by the arguments of the backward, and a loop
     over them."""
-    return gradient._use_count(), getrefcount(gradient)  # type: ignore[attr-defined]
+    return [None if one is None else (one._use_count(), getrefcount(one)) for one in gradients]
 
 
 class _Probe:
     """Takes the place of an EngineCall."""
 
-    has_devices, task, found, capture, before = False, -1, (0, 0), None, None
+    has_devices, task, capture, before = False, -1, None, None
+    found: tuple[int, int] | None = None
 
     def post(self, recv: Any, gradients: Sequence[torch.Tensor]) -> None:
-        (self.found,) = [_references(gradient) for gradient in gradients]
+        (self.found,) = _references(gradients)
 
 
 @functools.cache
@@ -51,7 +52,7 @@ def free_references() -> tuple[int, int] | None:
     kept: list[Any] = []
     beacon, one = nodes.make_beacon(), torch.ones((), device="cpu")
 
-    def measure(function: Callable[[torch.Tensor], torch.Tensor], *, keep: bool = False) -> tuple[int, int]:
+    def measure(function: Callable[[torch.Tensor], torch.Tensor], *, keep: bool = False) -> tuple[int, int] | None:
         (received,), _ = nodes.make_recvs(1, [LogEntry(1, 0, ())], 0, [one.new_zeros(1)])
         loss, probe = function(received), _Probe()
         if keep:

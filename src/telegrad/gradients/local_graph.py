@@ -94,7 +94,8 @@ class Graph(msgspec.Struct, eq=False):
         self.was_cleared = True
         if len(self.known) > deep.DEEP:
             deep.brace(self.known)
-        self._forget()
+        self.known.clear()
+        self.known[None] = NOTHING
         self.leaves.clear()
         self.checkpoints.clear()
 
