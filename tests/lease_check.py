@@ -357,6 +357,7 @@ def install() -> None:
         _wrap(Codec, name, _never("decodes a body"))
     _wrap(events.Events, "emit", _never("tells subscribers"))
     _wrap(waiter.Waiter, "sleep", _never("sleeps"))
+    _wrap(threading.Thread, "start", _never("starts a thread, and waits for it to begin"))
     for name, wrapper in (
         ("try_take", _try_take), ("_on_event", _on_event), ("release", _release), ("_block", _block),
     ):  # fmt: skip

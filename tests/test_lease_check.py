@@ -32,6 +32,7 @@ ACTS = {
     "decodes a body": lambda: current_worker()._codec.decode(None, None),
     "tells subscribers": lambda: current_worker().events.emit(Event("read", "complete", "call", 1, "a")),
     "sleeps": lambda: Waiter().sleep(0.0),
+    "starts a thread": lambda: threading.Thread(target=abs, args=(-1,)).start(),
     "logs 'a text'": lambda: logger.warning("a text"),
     "runs torch's engine": run_engine,
 }
