@@ -202,9 +202,9 @@ class Segment(Lending):
 
     def close(self) -> None:
         """Closes the descriptor. The mapping goes with its last user."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1  # first: the thread that passes it on and one that trims the pool may both come here
+        if fd >= 0:
+            os.close(fd)
 
 
 class SegmentPool:
@@ -328,9 +328,16 @@ class SegmentPool:
             return dropped
 
     def put_back_dropped(self, dropped: list[int]) -> None:
-        """The peer was not told of these."""
+        """The peer is still to be told of these."""
         with self._lock:
             self.dropped += dropped
+
+    def retire(self, ids: set[int]) -> None:
+        """The peer cannot map these, which a message each lies in: their descriptors did not get through to it."""
+        with self._lock:
+            for segment in self._all_locked():
+                if segment.id in ids and segment.state == FILLED:
+                    segment.mark(RETIRED)
 
     def sizes(self) -> tuple[int, int]:
         """Bytes in all segments, and in the free ones."""
