@@ -2,9 +2,10 @@
 
 `install()` instruments telegrad's modules from outside: taking and leaving the lease; every lock that telegrad makes;
 what blocks (`blocking`, `Waiter.sleep`); what runs users' code (`interruptible`, decoding, torch's engine, subscribers
-of events); and the log, whose handlers are users' code, too. A thread that reads may only take the locks in SHORT,
-which are held for a moment everywhere, and those that it does not wait for. Anything else raises `WhileReadingError`,
-and is noted in `broken`; in a worker of another process, which may survive it, in a file that the tests read.
+of events); the end of what holds tensors, whose finalisers are users' code, too; and the log, whose handlers are. A
+thread that reads may only take the locks in SHORT, which are held for a moment everywhere, and those that it does not
+wait for. Anything else raises `WhileReadingError`, and is noted in `broken`; in a worker of another process, which may
+survive it, in a file that the tests read.
 
 A thread that has left its Turn with the lease may do anything: it can be relieved.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -22,12 +24,16 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import telegrad
 from telegrad import events
+from telegrad.gradients.context import Sent
+from telegrad.gradients.leaves import GradientTable
 from telegrad.gradients.local_pass import LocalPass
+from telegrad.gradients.outbox import Outbox
 from telegrad.primitives import interrupts, waiter
 from telegrad.serialization.codec import Codec
 from telegrad.transport.lease import ReadLease, Turn
@@ -73,6 +79,7 @@ class _Mine(threading.local):
     def __init__(self) -> None:
         self.leases: list[ReadLease] = []  # that this thread reads with now
         self.waits_in_lease = False
+        self.collects = False  # garbage: on whichever thread happens to come to it
 
 
 _mine = _Mine()
@@ -198,6 +205,33 @@ def _check_passes(module: ModuleType) -> None:
         _put(module, "LocalPass", make)
 
 
+def _check_ends() -> None:
+    """Has a thread that reads drop no tensors: gradients, and what was sent. These classes hold them."""
+
+    @interrupts.finaliser
+    def on_end(self: Any) -> None:
+        if not _mine.leases or _mine.collects or on_collection not in gc.callbacks:  # a test may have taken it out
+            return
+        if holds[type(self)](self):
+            with contextlib.suppress(WhileReadingError):  # it is noted; Python drops what finalisers raise
+                refuse(f"drops the last reference to a {type(self).__name__} and its tensors")
+
+    @interrupts.finaliser
+    def on_collection(phase: str, _: object) -> None:
+        _mine.collects = phase == "start"
+
+    gc.callbacks.append(on_collection)
+    _undo.append(partial(gc.callbacks.remove, on_collection))
+    holds: dict[type, Callable[[Any], Any]] = {
+        GradientTable: lambda table: table._found or table.replaced,
+        Outbox: lambda outbox: outbox.gradients,
+        Sent: lambda sent: sent.leaf is not None or sent.sends is not None,
+    }
+    for held in holds:
+        held.__del__ = on_end  # type: ignore[attr-defined]
+        _undo.append(partial(delattr, held, "__del__"))
+
+
 # -- the lease ----------------------------------------------------------------------------------------------
 
 
@@ -318,10 +352,12 @@ def install() -> None:
                 _wrap(module, name, _never(what))
         if "run_backward" in vars(module) and callable(module.run_backward):
             _wrap(module, "run_backward", _never("runs torch's engine"))
+    _check_ends()
     for name in ("decode", "decode_exception"):
         _wrap(Codec, name, _never("decodes a body"))
     _wrap(events.Events, "emit", _never("tells subscribers"))
     _wrap(waiter.Waiter, "sleep", _never("sleeps"))
+    _wrap(threading.Thread, "start", _never("starts a thread, and waits for it to begin"))
     for name, wrapper in (
         ("try_take", _try_take), ("_on_event", _on_event), ("release", _release), ("_block", _block),
     ):  # fmt: skip

@@ -13,6 +13,7 @@ import telegrad
 from telegrad import rpc
 from telegrad.events import Event, logger
 from telegrad.gradients import adding
+from telegrad.gradients.leaves import GradientTable
 from telegrad.primitives.current import current_worker
 from telegrad.primitives.waiter import Waiter
 from telegrad.runtime import calls
@@ -31,6 +32,7 @@ ACTS = {
     "decodes a body": lambda: current_worker()._codec.decode(None, None),
     "tells subscribers": lambda: current_worker().events.emit(Event("read", "complete", "call", 1, "a")),
     "sleeps": lambda: Waiter().sleep(0.0),
+    "starts a thread": lambda: threading.Thread(target=abs, args=(-1,)).start(),
     "logs 'a text'": lambda: logger.warning("a text"),
     "runs torch's engine": run_engine,
 }
@@ -72,6 +74,28 @@ def test_what_breaks_the_rule_is_an_error_and_is_noted(server: telegrad.ForkServ
 def test_what_does_not_wait_is_allowed(server: telegrad.ForkServer, name: str) -> None:
     with telegrad.LocalCluster(["a"], server=server):
         assert while_reading(name) == ""
+
+
+def drop_gradients() -> bool:
+    """Lets go of gradients while it holds the read lease; returns whether it held it."""
+    lease = current_worker()._lease
+    while not lease.try_take():
+        time.sleep(1e-3)
+    try:
+        GradientTable.of([(torch.ones(1, requires_grad=True), torch.ones(1))])
+        GradientTable()  # which holds nothing
+        return lease_check.is_reading()
+    finally:
+        lease.release()
+
+
+@pytest.mark.parametrize("where", ["driver", "a"])
+def test_the_end_of_tensors_is_noted(server: telegrad.ForkServer, where: str) -> None:
+    with telegrad.LocalCluster(["a"], server=server):
+        assert drop_gradients() if where == "driver" else rpc.rpc_sync(where, drop_gradients)
+    (noted,) = lease_check.take_broken()
+    assert "drops the last reference to a GradientTable" in noted
+    assert "drop_gradients" in noted  # the stack
 
 
 def test_what_is_done_with_no_lease_is_allowed(server: telegrad.ForkServer) -> None:

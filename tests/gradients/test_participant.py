@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from telegrad.errors import PeerLostError
 from telegrad.events import Events
 from telegrad.gradients.context import all_sent
 from telegrad.gradients.contexts import Contexts
+from telegrad.gradients.leaves import GradientTable
 from telegrad.gradients.local_pass import LocalPass
+from telegrad.gradients.outbox import Outbox
 from telegrad.gradients.participant import Parts
 from telegrad.messages import COUNTER_BITS, Autograd, Begin, Done, Envelope, Failure, Kind, Member
 from telegrad.primitives import clock
@@ -144,3 +148,41 @@ def test_the_part_of_a_root_never_counts_as_one_that_did_not_begin(jumping_clock
     worker.parts.end_early_ones()
     assert worker.parts.passes[PASS] is local
     assert not local.is_over
+
+
+@pytest.mark.parametrize("event", ["the end", "gradients twice", "a late begin", "a begin that was not read"])
+def test_what_a_dropped_part_holds_goes_with_the_task(event):
+    """Not while reading: it may be gigabytes, and the ends of tensors may run users' code."""
+    worker = Worker()
+    if event in ("the end", "gradients twice"):
+        worker.begin()
+    message = worker.sends[0]
+    worker.gradients_from(PEER, message)
+    ends = [weakref.ref(tensor) for tensor in give(worker.parts.passes[PASS], message)]
+    match event:
+        case "the end":
+            task = worker.parts.on_end(PASS, "it failed")
+        case "gradients twice":
+            task = worker.gradients_from(PEER, message)
+        case "a late begin":
+            worker.contexts.take_out(worker.context.id)
+            task = worker.begin()
+        case _:
+            task = worker.parts.on_unread(ROOT, PASS, MemoryError("no memory"))
+    assert task is not None
+    assert all(end() is not None for end in ends)
+    assert not worker.posted
+    task()
+    assert all(end() is None for end in ends)
+    assert len(worker.posted) == (0 if event == "the end" else 1)  # its root hears why
+
+
+def give(local: LocalPass, message: int) -> list[torch.Tensor]:
+    """Has a part hold four tensors, each in another way."""
+    tensors = [torch.ones(3) for _ in range(4)]
+    leaf = torch.ones(3, requires_grad=True)
+    local.gradients = GradientTable.of([(leaf, tensors[0])])
+    local.gathering = partial(GradientTable.of, [(leaf, tensors[1])])
+    local.outboxes[PEER] = Outbox(PEER, gradients=[tensors[2]])
+    local.undecoded[message].frames = tensors[3]
+    return tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -286,3 +287,44 @@ def test_a_process_with_a_limited_address_space(server, transport):
             # Not the peer's loss: torch has no memory for the result, or telegrad none for the argument.
             rpc.rpc_sync("a", repeated, args=(x,), timeout=PATIENCE)
         lively.check()
+
+
+# -- descriptors -----------------------------------------------------------------------------------------
+
+
+def limit_descriptors() -> tuple[int, int]:
+    """Has this process open nothing more; returns the limits that it had."""
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    return before
+
+
+def raise_limit(limits: tuple[int, int]) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_message_that_a_worker_has_no_descriptor_for_fails_alone(server):
+    """It comes in shared memory, whose descriptor is lost. Its peer is not."""
+    no_descriptor = r"no file descriptor for a message of \d+ bytes in shared memory: .* \(ulimit -n\), or close some$"
+    large = torch.ones(MIB // 4)
+    with telegrad.LocalCluster(["a", "b"], transport="unix", server=server):
+        lively = Lively()
+        lively.check()  # where the others are is asked of the group's store once, which takes a descriptor
+        limits = rpc.rpc_sync("a", limit_descriptors, timeout=PATIENCE)
+        for _ in range(3):
+            with pytest.raises(OutOfMemoryError, match=f"worker 'a' could not read a call, .*: {no_descriptor}"):
+                rpc.rpc_sync("a", numel, args=(large,), timeout=PATIENCE)
+            lively.check()
+        rpc.rpc_sync("a", raise_limit, args=(limits,), timeout=PATIENCE)
+        assert rpc.rpc_sync("a", numel, args=(large,), timeout=PATIENCE) == MIB // 4
+        mine = limit_descriptors()
+        try:
+            with pytest.raises(OutOfMemoryError, match=f"call of repeated could not be read here: {no_descriptor}"):
+                rpc.rpc_sync("a", repeated, args=(torch.ones(1000), 1000), timeout=PATIENCE)
+        finally:
+            raise_limit(mine)
+        assert rpc.rpc_sync("a", repeated, args=(torch.ones(1000), 1000), timeout=PATIENCE).numel() == 1_000_000
+        lively.check()
+        lively.connections = []

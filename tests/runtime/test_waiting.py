@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from telegrad.primitives.waiter import Waiter
 from telegrad.runtime import pending, threads
 from telegrad.runtime.flow_control import Window
 from telegrad.runtime.pending import PendingCall, PendingCalls
+from telegrad.runtime.reader import Reader
 from telegrad.runtime.threads import Threads
 
 Switches = Sequence[tuple[int, int]]
@@ -322,3 +324,28 @@ def test_a_task_that_raises_anything_costs_no_thread(raised, caplog):
         return lambda: None
 
     in_all_orders(play, of=2, two=30)
+
+
+@pytest.mark.parametrize("in_a_turn", [True, False])
+def test_what_was_read_goes_before_the_thread_that_waits_reads_again(in_a_turn):
+    """Its end may run users' code, and would come while the lease is held."""
+
+    class Message:
+        pass
+
+    waiter, read = Waiter(), list[weakref.ref[Message]]()
+    free = SimpleNamespace(try_take=lambda: True, release=lambda: None)
+    turn = SimpleNamespace(take_back=lambda: True, leave=lambda: None, waiting=())
+
+    def read_one(*_: object) -> list[Message]:
+        assert all(message() is None for message in read)
+        found = [Message()]
+        read.append(weakref.ref(found[0]))
+        if len(read) == 3:
+            waiter.set_done()
+        return found
+
+    reader = Reader.__new__(Reader)
+    reader._lease, reader._read, reader._hand_out = free, read_one, lambda found, here: None
+    reader.wait_until(waiter, None, turn if in_a_turn else None)
+    assert len(read) == 3

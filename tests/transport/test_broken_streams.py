@@ -297,14 +297,16 @@ def test_descriptors_that_no_frame_announced_are_closed(facing):
     read_all(connection, 1)
     raw.send(b"t", [segment.fd] * 20)
     segment.close()
-    expect_protocol_error(connection, "a descriptor was lost")
+    expect_protocol_error(connection, "more descriptors came")
 
 
-def test_a_receiver_out_of_descriptors_ends_the_connection_and_says_why(ends):
-    one, other = ends("unix")
-    one.write(Frames(b"", [bytes(MIB)]))
+def test_a_lost_descriptor_of_a_segment_that_cannot_be(facing):
+    connection, raw = facing("unix")
+    segment = Segment(1, 64 * KIB, shared=True)
+    raw.send(announce((1 << 64) - 1, 64 * KIB, 10), [segment.fd])
+    segment.close()
     with no_more_descriptors():
-        expect_protocol_error(other, "no more to spare")
+        expect_protocol_error(connection, "segment 18446744073709551615 was announced")
 
 
 def test_a_segment_that_may_not_be_mapped_ends_the_connection(facing):

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -14,14 +15,27 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-from device_pair import GPU, MIB, Pair, Thread, alive, bytes_of, eventually, janitor_is_idle, over_the_wire, pairs, put
+from device_pair import (
+    GPU,
+    MIB,
+    PATIENCE,
+    Pair,
+    Thread,
+    alive,
+    bytes_of,
+    eventually,
+    janitor_is_idle,
+    over_the_wire,
+    pairs,
+    put,
+)
 from jumping_clock import JumpingClock
 from simulated_cuda import no_memory
 
 from telegrad.errors import ConnectionClosedError, DecodeError, EncodeError, ProtocolError
 from telegrad.messages import Answer, Placed
 from telegrad.primitives import interrupts
-from telegrad.transport import device, device_mappings
+from telegrad.transport import device, device_board, device_mappings
 from telegrad.transport.cuda import Cuda, CudaError
 from telegrad.transport.device_board import ARRIVED, FREE, NAMED, PLACES_END, READ, Board
 from telegrad.transport.device_mappings import Arrived
@@ -963,6 +977,46 @@ def in_a_fork(check: Callable[[], None]) -> None:
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_the_janitor_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that read give it jobs, and Thread.start() waits until the thread has begun."""
+    done, go_on = threading.Event(), threading.Event()
+    start = threading.Thread.start
+
+    def start_late(thread: threading.Thread) -> None:
+        assert go_on.wait(PATIENCE)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    janitor = device_board.janitor
+    janitor.submit(lambda: done.set() is None)
+    assert not done.is_set()
+    go_on.set()
+    assert done.wait(PATIENCE)
+    eventually(janitor_is_idle)
+
+
+def test_the_janitor_tries_again_where_no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    done, tried = threading.Event(), threading.Event()
+
+    def fail(*_: object) -> None:
+        tried.set()
+        raise RuntimeError("can't start new thread")
+
+    janitor = device_board.janitor
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        janitor.submit(lambda: done.set() is None)
+        assert tried.wait(PATIENCE)
+        eventually(lambda: janitor._thread is None)
+    with monkeypatch.context() as patch:
+        patch.setattr(device_board, "start_new_thread", fail)
+        janitor.submit(alive)
+        assert janitor._thread is None
+    janitor.submit(lambda: True)
+    assert done.wait(PATIENCE)
+    eventually(janitor_is_idle)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")

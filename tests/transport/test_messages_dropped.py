@@ -1,20 +1,23 @@
-"""A receiver that has no memory for one message: the message comes without its buffers, and the stream goes on."""
+"""A receiver that has no memory, or no descriptor, for one message: the message comes without its buffers, and the
+stream goes on."""
 
 from __future__ import annotations
 
 import errno
+import re
 import threading
 
 import pytest
 from conformance import read
-from raw_peers import WAIT, read_all
+from raw_peers import WAIT, no_more_descriptors, read_all
 from test_broken_streams import bytes_of, plain
 
 from telegrad.errors import ConnectionClosedError
+from telegrad.options import Options
 from telegrad.transport import shared_memory as shm
 from telegrad.transport import wire
 from telegrad.transport.base import Frames
-from telegrad.transport.shared_memory import RETIRED, SegmentPool
+from telegrad.transport.shared_memory import FILLED, RETIRED, SegmentPool
 from telegrad.transport.wire import FrameReader
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -144,6 +147,65 @@ def test_a_message_that_cannot_be_copied_leaves_its_segment(ends, monkeypatch):
     assert one.statistics().shared_bytes_free == MIB
     one.write(Frames(b"large", [b"y" * MIB]))
     assert plain(read_all(other, 1)[0]) == (b"large", [b"y" * MIB])
+
+
+# -- without descriptors ---------------------------------------------------------------------------------
+
+
+LARGE = Frames(b"large", [b"x" * MIB])
+NO_DESCRIPTOR = r"no file descriptor for a message of 1048576 bytes .*raise that limit \(ulimit -n\), or close some"
+
+
+def lose(other) -> None:
+    """Reads a message without its descriptor."""
+    with no_more_descriptors():
+        (lost,) = other.receive()
+    assert lost.header == b"large"
+    assert not lost.buffers
+    assert re.match(NO_DESCRIPTOR, lost.missing)
+
+
+def test_a_message_whose_descriptor_is_lost_fails_alone(ends):
+    one, other = ends("unix")
+    held = []  # or segments would be used again, which need no descriptor
+    for _ in range(3):
+        for frames in (LARGE, SMALL, LARGE, SMALL):
+            one.write(frames, WAIT)
+        lose(other)
+        held += read_all(other, 3)
+        assert list(map(plain, held[-3:])) == [plain(SMALL), plain(LARGE), plain(SMALL)]
+        assert not other._descriptors
+
+
+@pytest.mark.parametrize("frames", [SMALL, LARGE], ids=["small", "large"])
+def test_the_sender_of_a_lost_descriptor_drops_its_segment(ends, frames):
+    """With the next message that goes there, of any size. Until then it waits for the segment to be read."""
+    one, other = ends("unix", Options(peer_byte_limit=MIB))
+    one.write(LARGE, WAIT)
+    (segment,) = one._pool._segments[MIB]
+    lose(other)
+    assert segment.state == FILLED
+    with pytest.raises(TimeoutError):
+        one.write(LARGE, 0.0)
+    other.write(frames, WAIT)
+    assert plain(read_all(one, 1)[0]) == plain(frames)
+    assert segment.state == RETIRED
+    one.write(LARGE, WAIT)
+    assert plain(read_all(other, 1)[0]) == plain(LARGE)
+    assert one.statistics().shared_bytes == MIB
+    other.write(SMALL)  # which goes as small ones do again
+    assert plain(read_all(one, 1)[0]) == plain(SMALL)
+    assert other._small == one._small > 0
+
+
+def test_the_sender_of_a_lost_descriptor_hears_of_it_without_a_message(ends):
+    one, other = ends("unix")
+    one.write(LARGE, WAIT)
+    (segment,) = one._pool._segments[MIB]
+    lose(other)
+    other.tick()
+    assert read(one, 0) == []
+    assert segment.state == RETIRED
 
 
 def test_without_memory_for_an_envelope_the_connection_ends_and_says_why(facing, monkeypatch):

@@ -14,6 +14,7 @@ from telegrad.transport import shared_memory as shm
 from telegrad.transport.shared_memory import (
     FILLED,
     FREE,
+    LARGE,
     LENT,
     MAX_LENT,
     PAGE,
@@ -171,6 +172,22 @@ def test_who_keeps_very_many_messages_gets_copies():
     view = passed_on(segment, mappings)
     assert segment.state == LENT  # there is room for one again
     del view
+    pool.close()
+
+
+def test_large_messages_are_not_copied_while_reading(monkeypatch):
+    """All others wait meanwhile: a second for each 3 GB."""
+    monkeypatch.setattr(shm, "MAX_LENT", 1)
+    monkeypatch.setattr(shm, "MAX_LARGE_LENT", 3)
+    pool, mappings = SegmentPool(64 * MIB, shared=True), Mappings()
+    sizes = [LARGE, LARGE, LARGE - 1, LARGE, LARGE]
+    segments = [pool.take(LARGE) for _ in sizes]
+    held = [passed_on(segment, mappings, nbytes) for segment, nbytes in zip(segments, sizes, strict=True)]
+    assert [segment.state for segment in segments] == [LENT, LENT, FREE, LENT, FREE]
+    assert [len(view) for view in held[2::2]] == [LARGE - 1, LARGE]  # the copies
+    del held[0]
+    assert segments[0].state == FREE
+    held.clear()
     pool.close()
 
 

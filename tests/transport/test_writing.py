@@ -14,7 +14,7 @@ from raw_peers import WAIT, no_more_descriptors, read_all, trickle
 from telegrad.errors import ConnectionClosedError, HandedOverError, TooLargeError
 from telegrad.options import Options
 from telegrad.transport import shared_memory as shm
-from telegrad.transport import wire
+from telegrad.transport import stream, wire
 from telegrad.transport.base import Frames
 
 STREAMS = ("unix", "tcp")
@@ -116,6 +116,96 @@ def test_the_rest_of_a_message_that_has_begun_is_written_by_another_thread(slow_
     expect(other, frames)
     one.write(LARGE, WAIT)
     expect(other, LARGE)
+
+
+class Shortage:
+    """Has a late writer find no memory for a copy, or no thread. When it has tried three times the peer takes what
+    there is; then there is `enough`, or not."""
+
+    def __init__(self, monkeypatch, what: str, sock, *, enough: bool = False, relents: bool = True) -> None:
+        self.tried, self._sock, self._enough, self._relents = 0, sock, enough, relents
+        if what == "thread":
+            self._error, self._original = RuntimeError("can't start new thread"), threading.Thread.start
+            monkeypatch.setattr(threading.Thread, "start", lambda thread: self._try(thread))
+        else:
+            self._error, self._original = MemoryError(), bytes
+            monkeypatch.setattr(stream, "bytes", self._try, raising=False)
+
+    def _try(self, of: object) -> object:
+        self.tried += 1
+        if self.tried > 3 and self._enough:
+            return self._original(of)
+        if self.tried == 3 and self._relents:
+            self._sock.full, self._sock.full_after, self._sock.at_once = False, -1, 1 << 20
+        raise self._error
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+@pytest.mark.parametrize("what", ["memory", "thread"])
+def test_who_cannot_hand_over_the_rest_of_a_message_writes_it(slow_ends, transport, what, monkeypatch):
+    one, other = slow_ends(transport)
+    one._sock.at_once, one._sock.full_after = 3, 1
+    with monkeypatch.context() as patch:
+        Shortage(patch, what, one._sock)
+        with pytest.raises(HandedOverError):
+            one.write(SMALL, 0.02)
+    assert not one._write_lock.locked()
+    expect(other, SMALL)
+    one.write(LARGE, WAIT)
+    expect(other, LARGE)
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+@pytest.mark.parametrize("what", ["memory", "thread"])
+def test_who_could_not_hand_over_the_rest_of_a_message_tries_again(slow_ends, transport, what, monkeypatch):
+    one, other = slow_ends(transport)
+    one._sock.at_once, one._sock.full_after = 3, 1
+    with monkeypatch.context() as patch:
+        shortage = Shortage(patch, what, one._sock, enough=True)
+        with pytest.raises(HandedOverError):
+            one.write(LARGE, 0.02)
+        assert shortage.tried >= 3
+    expect(other, LARGE)
+    one.write(SMALL, WAIT)
+    expect(other, SMALL)
+
+
+@pytest.mark.parametrize("what", ["memory", "thread"])
+def test_who_cannot_hand_over_the_rest_of_a_message_does_not_write_for_ever(slow_ends, what, monkeypatch):
+    monkeypatch.setattr(stream, "_LONGEST_LATE", 0.05)
+    one, other = slow_ends("tcp")
+    one._sock.at_once, one._sock.full_after = 3, 1
+    with monkeypatch.context() as patch:
+        Shortage(patch, what, one._sock, relents=False)
+        with pytest.raises(ConnectionClosedError, match=f"interrupted in the middle: .*no {what} .*within 0.05 s more"):
+            one.write(LARGE, 0.02)
+    with pytest.raises(ConnectionClosedError):
+        read(other, WAIT)
+
+
+@pytest.mark.parametrize("transport", STREAMS)
+@pytest.mark.parametrize("number", [errno.ENOBUFS, errno.ENOMEM], ids=["ENOBUFS", "ENOMEM"])
+def test_a_receiver_whose_system_has_no_buffers_tries_again(ends, transport, number, monkeypatch):
+    class Starved(socket.socket):
+        times = 3
+
+        def recvmsg_into(self, *args):
+            if self.times:
+                self.times -= 1
+                raise OSError(number, "no memory in the kernel")
+            return super().recvmsg_into(*args)
+
+    other, one = ends(transport, wrap=lambda sock: Starved(fileno=sock.detach()))
+    for _ in range(2):
+        one.write(SMALL, WAIT)
+        for other._sock.times in (3, 2, 1):
+            assert other.receive() == []
+        expect(other, SMALL)
+    one.write(SMALL, WAIT)
+    other._sock.times = 1_000_000
+    monkeypatch.setattr(stream, "_LONGEST_CROWDED", 0.05)
+    with pytest.raises(ConnectionClosedError, match="no memory in the kernel"):
+        read(other, WAIT)
 
 
 @pytest.mark.parametrize("transport", STREAMS)

@@ -1,6 +1,11 @@
 """LocalPass: one worker's part of one pass, its state, and what has arrived for it.
 
 Threads that read bring messages (participant.py); torch's engine works on it on another thread (engine_call.py).
+
+# Note [what a dropped part leaves]
+A part that fails or is dropped may be the last to hold gradients, messages and what was sent: gigabytes, and tensors
+whose end runs users' code. A thread that reads drops none of it. It takes the part out of the table, so that what comes
+later finds the pass over, and the task that it returns holds the part and what has left it, until it runs elsewhere.
 """
 
 from __future__ import annotations
@@ -124,18 +129,20 @@ class LocalPass(Part, eq=False, kw_only=True):
             return False
         return self.moves(self.describe)
 
-    def interrupt(self, worker_id: int, reason: str) -> None:
-        """Ends the engine's waiting."""
+    def interrupt(self, worker_id: int, reason: str) -> list[Any]:
+        """Ends the engine's waiting. Returns what was kept for it: see Note [what a dropped part leaves]."""
         with self.lock:
             if not self.interrupted and self.context is not None:
                 self.context.failed = self.describe(worker_id)
             self.interrupted = self.interrupted or reason
             waiters = list(self.waiters.values())
             self.waiters.clear()
+            left = [*self.undecoded.values(), *self.outboxes.values()]
             self.undecoded.clear()
             self.outboxes.clear()
         for waiter in waiters:
             waiter.set_done()
+        return left
 
     def describe(self, worker_id: int) -> PartState:
         """Says what it awaits now."""

@@ -102,12 +102,12 @@ class Parts:
         if local is None or context is None:
             what = f"the begin of pass {begin.pass_id} came after the end of it or its context"
             self._log_later(logging.INFO, "%s", what)
-            self.on_end(begin.pass_id, what)  # gradients may have come before
+            drop = self.on_end(begin.pass_id, what)  # gradients may have come before
             # The root would wait for this worker until its time is over.
             ended = UnknownContextError(
                 f"{what} {begin.context} on worker {self._name!r}: what it had for the context is gone there"
             )
-            return partial(self._refuse, begin.pass_id, root_id, ended)
+            return partial(self._refuse, begin.pass_id, root_id, ended, drop)
         context.heard_from.add(root_id)
         local.context, local.begin, local.depth = context, begin, depth
         if begin.timeout is not None:
@@ -119,11 +119,13 @@ class Parts:
         if pass_id >> COUNTER_BITS != peer:
             self.disbelieve(peer, f"the begin of pass {pass_id}, whose root it is not")
             return None
-        self.on_end(pass_id, str(error))  # gradients may have come before
-        return partial(self._refuse, pass_id, peer, error)
+        drop = self.on_end(pass_id, str(error))  # gradients may have come before
+        return partial(self._refuse, pass_id, peer, error, drop)
 
-    def _refuse(self, pass_id: int, root_id: int, reason: Exception) -> None:
+    def _refuse(self, pass_id: int, root_id: int, reason: Exception, drop: Task | None) -> None:
         tell(self._host, root_id, Kind.DONE, Done(pass_id, self._host.encode_error(reason, root_id)))
+        if drop is not None:
+            drop()
 
     def on_gradients(self, peer: int, envelope: Envelope, frames: Any) -> Task | None:
         """Keeps the gradients of one message or several. They are decoded when the engine comes to them."""
@@ -225,10 +227,9 @@ class Parts:
             late = "worker %r: %s came after the end of pass %d"
             self._log_later(logging.INFO, late, self._name, outcome.what, local.pass_id)
         else:  # DROP, or Failed
-            local.interrupt(self._id, reason or "it failed")
+            left = local.interrupt(self._id, reason or "it failed")
             self._forget(local)
-            if isinstance(outcome, Failed):
-                task = partial(self._report, local, outcome.error)
+            task = partial(self._drop, local, left, outcome.error if isinstance(outcome, Failed) else None)
         try:
             if task is None or reading:
                 return task
@@ -237,6 +238,16 @@ class Parts:
         finally:
             if local.is_over and not local.settled.done:
                 local.settled.set_done()
+
+    def _drop(self, local: LocalPass, left: list[Any], error: BaseException | None) -> None:
+        """Tells the root why a part has failed, if it has, and lets go of what the part has gathered."""
+        try:
+            if error is not None:
+                self._report(local, error)
+        finally:
+            left.clear()
+            if local.state is not State.FINISHED:
+                local.gradients = local.gathering = None  # which nobody adds up, so no lock
 
     def _commit(self, local: LocalPass) -> None:
         if local.adds_to_grad:
@@ -330,8 +341,6 @@ class Parts:
                 self._over[local.pass_id] = None
                 if len(self._over) > _TOMBSTONES:
                     self._over.popitem(last=False)
-        if local.state is not State.FINISHED:
-            local.gradients = local.gathering = None  # which nobody adds up, so no lock
 
     def _bury_locked(self, pass_id: int) -> None:
         self._over[pass_id] = None

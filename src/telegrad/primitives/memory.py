@@ -1,4 +1,4 @@
-"""The memory that this process can still get, for the texts of errors."""
+"""The memory and the descriptors that this process can still get, for the texts of errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import resource
 from pathlib import Path
 
 _MIB = 1 << 20
+_NO_DESCRIPTOR = "no file descriptor for a message"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -21,6 +22,25 @@ def describe_failure(nbytes: int) -> str:
         return f"no memory for a message of {nbytes} bytes ({_left()})"
     except (OSError, ValueError, IndexError, MemoryError):
         return "no memory for a message"
+
+
+def is_out_of_descriptors(error: BaseException) -> bool:
+    """Whether this process has as many descriptors as it may."""
+    return isinstance(error, OSError) and error.errno == errno.EMFILE
+
+
+def describe_lost_descriptor(nbytes: int) -> str:
+    """Describes a message of `nbytes` in shared memory, whose descriptor did not get through, and says what to do."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"{_NO_DESCRIPTOR} of {nbytes} bytes in shared memory: its process has as many open files as it may, {most}; "
+        "raise that limit (ulimit -n), or close some"
+    )
+
+
+def with_advice(failure: str, advice: str) -> str:
+    """Adds what to do to the description of a failed allocation; that of a lost descriptor says it already."""
+    return failure if failure.startswith(_NO_DESCRIPTOR) else f"{failure}; {advice}"
 
 
 def _left() -> str:

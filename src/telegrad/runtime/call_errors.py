@@ -18,6 +18,7 @@ from ..errors import (
 )
 from ..gradients.attach import NoHistoryError
 from ..messages import Call
+from ..primitives.memory import with_advice
 from ..serialization.codec import Codec
 from ..serialization.devices import UnmappedDeviceError
 from .pending import PendingCall
@@ -65,9 +66,6 @@ def why_no_answer(call: PendingCall, error: DecodeError) -> Callable[[], BaseExc
     if isinstance(error.__cause__, TransportError):
         return partial(PeerLostError, f"worker {call.peer!r} is gone, with its answer to {call.function}: {error}")
     if isinstance(error, OutOfMemoryError):
-        return partial(
-            OutOfMemoryError,
-            f"the answer of {of_call} could not be read here: {error}; have it return less at once, or keep the result "
-            "there (rpc.remote)",
-        )
+        why = with_advice(str(error), "have it return less at once, or keep the result there (rpc.remote)")
+        return partial(OutOfMemoryError, f"the answer of {of_call} could not be read here: {why}")
     return partial(DecodeError, f"the answer of {of_call} cannot be rebuilt here: {error}")

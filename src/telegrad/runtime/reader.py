@@ -293,6 +293,7 @@ class Reader:
             while found := self._read(None if deadline is None else max(0.0, deadline - clock.now()), waiter):
                 turn.leave()
                 self._hand_out(found, None)
+                del found  # or its end, which may run users' code, would come with the lease, when the next is read
                 if waiter.done:
                     return
                 if not turn.take_back():
@@ -309,6 +310,7 @@ class Reader:
             elif found := self._read(left, waiter):
                 lease.release()
                 self._hand_out(found, None)
+                del found  # as above
 
     def wait(self, waiter: Waiter, peer: int, deadline: float | None, turn: Turn | None) -> None:
         """Waits until `waiter` is done, most likely by a message of `peer`, or for the deadline; reads meanwhile."""

@@ -29,6 +29,7 @@ from ..messages import Call, Envelope, Failure, Kind, Reply, shortened
 from ..options import reversed_map
 from ..primitives import clock, current, forks
 from ..primitives.interrupts import finaliser
+from ..primitives.memory import with_advice
 from ..serialization.codec import Codec
 from ..transport.base import Connection
 from . import profiled_calls
@@ -132,9 +133,9 @@ class Server:
             if isinstance(error.__cause__, TimeoutError | TransportError):
                 raise  # a tensor on the caller's device did not come
             if isinstance(error, OutOfMemoryError):
+                why = with_advice(str(error), "send less at once, or give that worker more memory")
                 raise OutOfMemoryError(
-                    f"worker {self._worker.name!r} could not read a call, which was not run: {error}; send less at "
-                    "once, or give that worker more memory"
+                    f"worker {self._worker.name!r} could not read a call, which was not run: {why}"
                 ) from error.__cause__
             raise DecodeError(
                 f"the call cannot be rebuilt there: {error}. The RPC pickler does not serialize what a module has: a "

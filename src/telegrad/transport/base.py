@@ -64,7 +64,7 @@ class Frames(msgspec.Struct, eq=False):
     header: bytes
     buffers: Sequence[Buffer]
     keep: Any = None
-    # Read: why the buffers could not be received, since there was no memory for them
+    # Read: why the buffers could not be received, since there was no memory or no descriptor for them
     missing: str = ""
     # Read: tensors in device memory, and by when they must be there; see device.py
     arrived: Sequence[Any] = ()
@@ -140,7 +140,7 @@ class Connection(ABC):
                 returned before.
             ProtocolError: the bytes make no sense. The connection has ended.
 
-        A message for whose buffers there is no memory is returned without them (`Frames.missing`).
+        A message for whose buffers there is no memory, or no descriptor, is returned without them (`Frames.missing`).
         """
 
     @abstractmethod

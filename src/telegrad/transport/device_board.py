@@ -32,6 +32,7 @@ import secrets
 import threading
 import time
 import weakref
+from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -131,17 +132,26 @@ class Janitor:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], bool]) -> None:
-        """Has a job run, once more if it runs already."""
+        """Has a job run, once more if it runs already. Threads that read call it, so it waits for nothing.
+        Thread.start() waits for the thread to begin, and so yet another one calls that."""
         with self._lock:
             if job not in self._jobs:
                 self._jobs.append(job)
             if self._thread is None:
                 thread = threading.Thread(target=prepared(self._run), name="telegrad device memory", daemon=True)
                 try:
-                    thread.start()
+                    start_new_thread(self._start, (thread,))
                 except RuntimeError:  # the system has no thread to give: the next job tries again
                     return
                 self._thread = thread
+
+    def _start(self, thread: threading.Thread) -> None:
+        current.thread.critical = 1  # as in _run
+        try:
+            thread.start()
+        except RuntimeError:  # no second thread
+            with self._lock:
+                self._thread = None
 
     def wait(self, timeout: float) -> None:
         """Waits until there is nothing to do any more, or for so long."""

@@ -33,8 +33,11 @@ ALIGNMENT = 64
 # What the byte behind a segment's capacity says. Its sender makes FILLED of FREE, its receiver the others.
 FREE, FILLED, LENT, RETIRED = range(4)
 # A receiver that keeps more than this many messages gets copies of the further ones: the system allows a
-# process only so many mappings, and a sender looks through its segments on each send.
-MAX_LENT = 512
+# process only so many mappings, and a sender looks through its segments on each send. But it is the thread that
+# reads which copies, 0.3 ms for each MiB, and all messages wait for it. So large ones are lent all the same: few
+# machines have memory for so many of these.
+MAX_LENT, MAX_LARGE_LENT = 512, 16384
+LARGE = 4 << 20
 IDLE = 30.0  # seconds after which a free segment that was not used goes back to the system
 
 _WORTH_WAITING_FOR = 8 << 20  # bytes; see SegmentPool._await_free_one
@@ -199,9 +202,9 @@ class Segment(Lending):
 
     def close(self) -> None:
         """Closes the descriptor. The mapping goes with its last user."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1  # first: the thread that passes it on and one that trims the pool may both come here
+        if fd >= 0:
+            os.close(fd)
 
 
 class SegmentPool:
@@ -325,9 +328,16 @@ class SegmentPool:
             return dropped
 
     def put_back_dropped(self, dropped: list[int]) -> None:
-        """The peer was not told of these."""
+        """The peer is still to be told of these."""
         with self._lock:
             self.dropped += dropped
+
+    def retire(self, ids: set[int]) -> None:
+        """The peer cannot map these, which a message each lies in: their descriptors did not get through to it."""
+        with self._lock:
+            for segment in self._all_locked():
+                if segment.id in ids and segment.state == FILLED:
+                    segment.mark(RETIRED)
 
     def sizes(self) -> tuple[int, int]:
         """Bytes in all segments, and in the free ones."""
@@ -385,7 +395,8 @@ class Mappings:
             os.close(fd)
 
     def lend(self, id: int, capacity: int, nbytes: int) -> memoryview:
-        """The memory of a message in a segment: the segment's own, or a copy for a receiver that keeps too many.
+        """The memory of a message in a segment: the segment's own, or a copy for a receiver that keeps too many. While
+        reading.
 
         Raises:
             ProtocolError: there is no message in it.
@@ -396,7 +407,7 @@ class Mappings:
             raise ProtocolError(f"a message lies in shared segment {id}, which was never passed on")
         if mapping.byte.value != FILLED or mapping.is_held:
             raise ProtocolError(f"a message lies in shared segment {id}, which is in use")
-        if len(self._lent) < MAX_LENT:
+        if len(self._lent) < (MAX_LARGE_LENT if nbytes >= LARGE else MAX_LENT):
             return mapping.lend()
         try:
             return memoryview(bytearray(mapping.view()[:nbytes]))

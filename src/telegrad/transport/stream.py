@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import select
 import socket
 import threading
@@ -17,7 +18,7 @@ from ..errors import ConnectionClosedError, HandedOverError, ProtocolError, TooL
 from ..events import logger
 from ..messages import Hello
 from ..options import SHARED_MEMORY_FROM, Options
-from ..primitives import current
+from ..primitives import clock, current
 from ..primitives.interrupts import blocking
 from ..primitives.torch_threads import prepared
 from .base import FORKED, BeforeWaiting, Buffer, Connection, ConnectionStatistics, Frames, deadline_of, left_until
@@ -32,6 +33,9 @@ _CLOEXEC, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 _LONGEST_WRITE = 2.0  # seconds that a write may go on after the connection was aborted
 _CROWDED = frozenset((errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))  # a send that fails so may succeed later
 _PAUSE = 5e-3  # seconds until it is tried again
+_LONGEST_LATE = 5.0  # seconds that a caller whose time is over may have to write on
+_LONGEST_CROWDED = 1.0  # seconds in which no read succeeds, until the connection ends
+_MOMENT = 0.1  # seconds; reads that fail further apart have nothing to do with each other
 _HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -56,6 +60,7 @@ class StreamConnection(Connection):
         # Guarded by the lease:
         self._private_pool = SegmentPool(options.pool_bytes, shared=False)
         self._reader = self._make_reader()
+        self._crowded = (-_MOMENT, -_MOMENT)  # since when reads have failed for want of memory, and when one did last
         # Guards the order of bytes on the socket, and the fields below. Held while a message is written;
         # taken over by a thread of its own when a writer's time is over in the middle of one.
         self._write_lock = threading.Lock()
@@ -175,7 +180,7 @@ class StreamConnection(Connection):
         """Writes a message of `nbytes` (-1: a frame that is none), or (None) the rest of one. The write lock is held,
         and released: by this thread, or by the one that takes over the rest when the time is over in the middle."""
         begun = nbytes is None
-        withdrawn = handed_over = waited = False
+        is_whole = handed_over = waited = False  # the first: nothing of the message is out, or all of it
         deadline: float | None = None
         try:
             while True:
@@ -191,12 +196,12 @@ class StreamConnection(Connection):
                         raise
                     except BaseException as error:  # the time is over, or a Ctrl-C came
                         if not begun:
-                            withdrawn = True
+                            is_whole = True
                             self._withdraw(lane)
                             raise
-                        late = self._hand_over(pieces, error)
-                        handed_over = True
-                        raise late from error
+                        handed_over = self._hand_over(pieces)
+                        is_whole = not handed_over
+                        raise self._late(error) from error
                     before_waiting = None
                     continue
                 if not begun:
@@ -210,7 +215,7 @@ class StreamConnection(Connection):
                 if not pieces:
                     return
         except BaseException as error:
-            if not withdrawn and not handed_over:
+            if not is_whole and not handed_over:
                 self._check_broken(error)
             raise
         finally:
@@ -282,19 +287,44 @@ class StreamConnection(Connection):
         if not self._closed_because:
             self._closed_because = reason
 
-    def _hand_over(self, pieces: list[Buffer], error: BaseException) -> HandedOverError:
-        # Half a message is out, so the stream is of no use until the other half is; but the caller's time is over and
-        # its tensors are its own again. So the rest is copied, and written by a thread that has the time.
-        rest: list[Buffer] = [bytes(piece) for piece in pieces]
-
-        def finish() -> None:
-            current.thread.critical = 1
+    def _hand_over(self, pieces: list[Buffer]) -> bool:
+        """Has a thread of its own write the rest of a message. False: all of it is written."""
+        # The stream is of no use until the other half is out; but the caller's time is over and its tensors are its own
+        # again, so the rest is copied. With no memory for that, or no thread, the caller itself writes on for a while.
+        give_up_at = clock.now() + _LONGEST_LATE
+        while pieces:
             try:
-                self._write_pieces(rest, None, None, None, None)
-            except ConnectionClosedError:
+                if self._begins_to_finish([bytes(piece) for piece in pieces]):
+                    return True
+                missing = "no thread to write the rest"
+            except MemoryError:
+                missing = "no memory for a copy of the rest"
+            if clock.now() >= give_up_at:
+                raise RuntimeError(f"{missing}, and the peer did not take it within {_LONGEST_LATE:g} s more")
+            self._wait_for(select.POLLOUT, _PAUSE)
+            try:
+                while pieces:
+                    pieces = _behind(pieces, self._send(pieces, None))
+            except BlockingIOError:
                 pass
+        return False
 
-        threading.Thread(target=prepared(finish), name=f"telegrad-write-{self.peer.name}", daemon=True).start()
+    def _begins_to_finish(self, rest: list[Buffer]) -> bool:
+        finish = prepared(partial(self._finish, rest))
+        try:
+            threading.Thread(target=finish, name=f"telegrad-write-{self.peer.name}", daemon=True).start()
+        except RuntimeError:  # the system has none to give
+            return False
+        return True
+
+    def _finish(self, rest: list[Buffer]) -> None:
+        current.thread.critical = 1
+        try:
+            self._write_pieces(rest, None, None, None, None)
+        except ConnectionClosedError:
+            pass
+
+    def _late(self, error: BaseException) -> HandedOverError:
         late = HandedOverError(f"worker {self.peer.name!r} did not take the message in time; the rest of it follows")
         late.interrupt = None if isinstance(error, TimeoutError) else error
         return late
@@ -306,6 +336,7 @@ class StreamConnection(Connection):
             raise self._failed_with(self._closed_because)
         frames: list[Frames] = []
         reader = self._reader
+        count = -1
         try:
             count, beside, flags, _ = self._sock.recvmsg_into([reader.target], self.room_beside, _CLOEXEC)
             if beside or flags & _TRUNCATED:
@@ -325,6 +356,8 @@ class StreamConnection(Connection):
             if not frames:  # else the messages before it come first, and the next read says this
                 raise ProtocolError(self._closed_because) from error
         except (OSError, MemoryError) as error:
+            if count < 0 and self._is_crowded(error):
+                return frames
             # Which calls an envelope answers is not known where there is no memory to read it.
             why = "no memory for the envelope of a message" if isinstance(error, MemoryError) else str(error)
             self.abort(f"the connection with worker {self.peer.name!r} broke: {why}")
@@ -334,6 +367,16 @@ class StreamConnection(Connection):
             self.abort(f"reading from worker {self.peer.name!r} was interrupted: {error!r}")
             raise
         return frames
+
+    def _is_crowded(self, error: OSError | MemoryError) -> bool:
+        """Whether a read failed since the system has no memory for it, and is to be tried again: the lease finds what
+        is there at once. Not for ever, or a thread would do nothing else."""
+        if not isinstance(error, OSError) or error.errno not in _CROWDED:
+            return False
+        (since, last), now = self._crowded, clock.now()
+        self._crowded = (now if now - last > _MOMENT else since), now
+        os.sched_yield()
+        return now - self._crowded[0] < _LONGEST_CROWDED
 
     def _on_descriptors(self, beside: list[tuple[int, int, bytes]], flags: int) -> None:
         """Takes what has come beside the bytes: nothing, but for a transport that has made `room_beside`."""

@@ -8,6 +8,7 @@ after kill -9. Both sides check each other's user id.
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import struct
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import NoReturn
 
 from ..errors import AddressError, ConnectError, ConnectionClosedError, ProtocolError
 from ..events import logger
@@ -33,6 +35,7 @@ from .wire import FrameReader, forget_frame, in_pieces, in_segment
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _MOST_DESCRIPTORS = 16  # that may have come before the messages that they belong to
 _LONGEST_PAUSE = 5e-3
+_LOST = -1  # stands for a descriptor that this process had no room for
 
 
 class UnixConnection(StreamConnection):
@@ -50,9 +53,10 @@ class UnixConnection(StreamConnection):
         self._descriptors: list[int] = []  # received, not yet claimed by a message; guarded by the lease
         self._forgotten: list[int] = []  # segments to be forgotten, in the message being written; under the write lock
         super().__init__(sock, peer, lease, options)
+        self._usual_small = self._small
 
     def _make_reader(self) -> FrameReader:
-        return FrameReader(self._limit, self._private_pool, self._shared_buffers, self._mappings.forget)
+        return FrameReader(self._limit, self._private_pool, self._shared_buffers, self._on_forget)
 
     # -- writing ---------------------------------------------------------------------------------------
 
@@ -100,6 +104,7 @@ class UnixConnection(StreamConnection):
         else:
             fresh = not lane.passed_on
             pieces = [in_segment(frames.header, frames.buffers, lane.id, lane.capacity, fresh=fresh)]
+        self._small = self._usual_small  # before the next line: see _lose()
         self._forgotten = self._pool.take_dropped() if self._pool.dropped else []
         if self._forgotten:
             pieces.insert(0, forget_frame(self._forgotten))
@@ -128,10 +133,11 @@ class UnixConnection(StreamConnection):
         for level, type_, data in beside:
             if level == socket.SOL_SOCKET and type_ == socket.SCM_RIGHTS:
                 self._descriptors.extend(array.array("i", data[: len(data) - len(data) % 4]))
-        if flags & _TRUNCATED or len(self._descriptors) > _MOST_DESCRIPTORS:
-            raise ProtocolError(
-                "a descriptor was lost: this process has no more to spare (ulimit -n), or too many came"
-            )
+        if flags & _TRUNCATED:
+            # With one read comes at most one descriptor of a peer's: this one stands in its place, in their order.
+            self._descriptors.append(_LOST)
+        if len(self._descriptors) > _MOST_DESCRIPTORS:
+            raise ProtocolError("more descriptors came than there are messages that they belong to")
 
     def _shared_buffers(self, place: tuple[int, int, int], lengths: Sequence[int]) -> list[Buffer]:
         id, capacity, fresh = place
@@ -141,8 +147,29 @@ class UnixConnection(StreamConnection):
         if fresh:
             if not self._descriptors:
                 raise ProtocolError(f"shared segment {id} was announced, but its descriptor did not come")
-            self._mappings.adopt(id, capacity, self._descriptors.pop(0))
+            fd = self._descriptors.pop(0)
+            if fd == _LOST:
+                self._lose(id)
+            self._mappings.adopt(id, capacity, fd)
         return parts(self._mappings.lend(id, capacity, nbytes), lengths)
+
+    def _lose(self, id: int) -> NoReturn:
+        """Has the peer told, with the next message whatever its size, that a segment of its cannot be mapped: it would
+        wait for ever for what lies in it to be read.
+
+        Raises:
+            OSError: always, but for nonsense. It says why.
+        """
+        if id >> 63:
+            raise ProtocolError(f"shared segment {id} was announced, a number that no sender comes to")
+        self._pool.put_back_dropped([-id])
+        self._small = 0  # after that: a thread that composes a message now may not have seen it
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def _on_forget(self, ids: list[int]) -> None:
+        self._mappings.forget(ids)
+        if lost := {-id for id in ids if id < 0}:
+            self._pool.retire(lost)
 
     # -- tensors on devices ----------------------------------------------------------------------------
 
@@ -180,7 +207,8 @@ class UnixConnection(StreamConnection):
         super()._end_reading()
         self._mappings.close()
         for fd in self._descriptors:
-            os.close(fd)
+            if fd != _LOST:
+                os.close(fd)
         self._descriptors.clear()
 
     def abort(self, reason: str = "closed") -> None:

@@ -19,7 +19,7 @@ import msgspec
 
 from ..errors import ProtocolError
 from ..options import SHARED_MEMORY_FROM
-from ..primitives.memory import describe_failure, is_out_of_memory
+from ..primitives.memory import describe_failure, describe_lost_descriptor, is_out_of_descriptors, is_out_of_memory
 from .base import Buffer, Frames
 from .shared_memory import SegmentPool, aligned
 
@@ -72,7 +72,7 @@ def in_segment(header: bytes, buffers: Sequence[Buffer], id: int, capacity: int,
 
 
 def forget_frame(ids: list[int]) -> bytes:
-    """A FORGET: the peer may unmap these segments."""
+    """A FORGET: the peer may unmap these segments. A negative one is the peer's own, whose descriptor was lost."""
     header = msgspec.msgpack.encode(ids)
     return PREFIX.pack(MAGIC, FORGET, INLINE, 0, len(header), 0) + header
 
@@ -252,9 +252,13 @@ class FrameReader:
         try:
             frames.append(Frames(header, self._on_shared(place, lengths)))
         except (OSError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if is_out_of_descriptors(error):
+                missing = describe_lost_descriptor(nbytes)
+            elif is_out_of_memory(error):
+                missing = describe_failure(nbytes)
+            else:
                 raise
-            frames.append(Frames(header, (), missing=describe_failure(nbytes)))
+            frames.append(Frames(header, (), missing=missing))
         self.messages += 1
         self.nbytes += len(header) + nbytes
 
