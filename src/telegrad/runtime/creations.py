@@ -23,7 +23,7 @@ from ..primitives.interrupts import in_finaliser, interruptible
 from ..references.entries import Entry, Held
 from ..serialization.torch_objects import takes_tensors_only
 from .calls import Calls, To
-from .pending import PendingCall, effective_timeout
+from .pending import PendingCall, limit_here
 
 if TYPE_CHECKING:
     from ..worker import Worker
@@ -45,9 +45,7 @@ class Creations:
         which it becomes one."""
         peer = self._peers.known_peers.get(to) if isinstance(to, (str, int)) else None
         if peer is None or peer.connection is None:
-            serving = current.current_serving()
-            enclosing = serving.deadline if serving else None
-            limit = effective_timeout(timeout, self._worker.options.rpc_timeout, enclosing)
+            limit = limit_here(timeout, self._worker.options.rpc_timeout)
             deadline = None if limit is None else clock.now() + limit
             try:
                 peer, _ = self._calls.reach(to, limit)
