@@ -13,9 +13,12 @@ from jumping_clock import JumpingClock
 
 import telegrad
 from telegrad import errors, rpc
+from telegrad.messages import Envelope, Forget, Kind
 from telegrad.primitives import clock, current
 from telegrad.primitives.current import current_worker
 from telegrad.rendezvous.group import Group
+from telegrad.transport.base import BeforeWaiting, Frames
+from telegrad.transport.inproc import InprocConnection
 
 PATIENCE = 30.0  # no wait in a test is longer
 LIMIT = 10.0
@@ -128,6 +131,32 @@ def test_connecting_counts(clock_of_test, way):
     else:
         left = rpc.remote("a", time_left, timeout=LIMIT).to_here()
     assert left == pytest.approx(LIMIT - SPENT)
+
+
+def test_connecting_counts_for_a_message_without_an_answer(clock_of_test, monkeypatch):
+    worker = current_worker()
+    peers, limits = worker.calls.peers, []
+    reach, write = peers.reach, InprocConnection.write
+
+    def slow_reach(to: Any, timeout: float | None) -> Any:
+        clock_of_test.jump(SPENT)
+        return reach(to, timeout)
+
+    def note(self: InprocConnection, frames: Frames, timeout: float | None = None, before: BeforeWaiting = None) -> int:
+        if current.thread.is_main:
+            limits.append(timeout)
+        return write(self, frames, timeout, before)
+
+    monkeypatch.setattr(peers, "reach", slow_reach)
+    monkeypatch.setattr(InprocConnection, "write", note)
+    a = peers.known_peers.pop(1)
+    try:
+        for _ in range(2):
+            worker.post(1, Envelope(Kind.FORGET, worker.new_message_id()), Forget(()), LIMIT, None)
+            peers.known_peers[1] = a
+    finally:
+        monkeypatch.undo()
+    assert limits == [LIMIT - SPENT, LIMIT]
 
 
 @pytest.fixture

@@ -257,7 +257,7 @@ class Calls:
             raise CallTimeoutError(late) from error
 
     def post(self, to: int, envelope: Envelope, body: Body, timeout: float | None, context: Context | None) -> None:
-        """Sends a one-way message.
+        """Sends a one-way message, to a worker that is connected with in the same time if it is not yet.
 
         Raises:
             PeerLostError: the worker is gone.
@@ -268,12 +268,15 @@ class Calls:
         try:
             peer = self.peers.known_peers.get(to)
             if peer is None or (connection := peer.connection) is None:
+                deadline = None if timeout is None else clock.now() + timeout
                 try:
                     _, connection = self.peers.reach(to, timeout)
                 except UnknownWorkerError as error:
                     raise self._lost(to, "it has left the group") from error
                 except PeerLostError as error:
                     raise self._lost(to, str(error)) from error
+                if deadline is not None:
+                    timeout = max(0.0, deadline - clock.now())
             try:
                 self._worker.send(connection, envelope, body, timeout, None, context)
             except TransportError as error:
