@@ -46,7 +46,7 @@ from ..serialization.codec import Body, Codec
 from ..transport.base import Connection
 from . import changes, missing, profiled_calls
 from .arguments import checked
-from .call_errors import why_no_answer, why_not_sent
+from .call_errors import not_added, why_no_answer, why_not_sent
 from .peers import Peer, Peers
 from .pending import UNSET_TIMEOUT, PendingCall, PendingCalls, effective_timeout
 from .reader import Reader
@@ -275,8 +275,7 @@ class Calls:
                     raise self._lost(to, "it has left the group") from error
                 except PeerLostError as error:
                     raise self._lost(to, str(error)) from error
-                if deadline is not None:
-                    timeout = max(0.0, deadline - clock.now())
+                timeout = None if deadline is None else max(0.0, deadline - clock.now())
             try:
                 self._worker.send(connection, envelope, body, timeout, None, context)
             except TransportError as error:
@@ -400,8 +399,8 @@ class Calls:
 
     def _open_answer(self, call: PendingCall) -> Any:
         """Decodes the answer: the value, or None with `make_error` set."""
-        if self._commits.due:
-            self._commits.add_due()
+        if self._commits.due and not self._commits.add_due(call.deadline) and call.left() == 0.0:
+            call.make_error = call.make_error or not_added(call)
         value = None
         if call.make_error is None:
             envelope, frames = call.envelope, call.frames

@@ -89,11 +89,11 @@ class Server:
         """Runs the function of a call and answers it."""
         if message.task is not None:
             message.task()
+        connection, envelope, deadline = message.connection, message.envelope, message.deadline
         if self._commits.due:
-            self._commits.add_due()
+            self._commits.add_due(deadline)  # where its time is over by then, it is not run
         if self._closed:
             return
-        connection, envelope, deadline = message.connection, message.envelope, message.deadline
         caller = connection.peer.name
         self._serving[envelope.id] = caller
         self.calls_served += 1
@@ -106,7 +106,8 @@ class Server:
         try:
             if deadline is not None and clock.now() >= deadline:
                 raise CallTimeoutError(
-                    "RPC ran for more than set timeout: the call waited for a thread until then, and was not run"
+                    "RPC ran for more than set timeout: the call waited for a thread, or for gradients that are being "
+                    "added to `.grad`, until then, and was not run"
                 )
             if envelope.modes is None:
                 try:
