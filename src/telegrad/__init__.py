@@ -8,6 +8,13 @@ What is named here is imported when it is first used: importing torch takes seco
 `--help` of the command line do without it.
 """
 
+import sys
+
+if sys.argv[:1] == ["-m"]:  # Python looks for the module that it was told to run; before any other import
+    from .primitives.current_directory import take_out
+
+    take_out()
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

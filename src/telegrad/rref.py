@@ -26,7 +26,7 @@ from .primitives.interrupts import critical, finaliser, getsignal, on_signal
 from .primitives.untraced import untraced_methods
 from .references.entries import Entry, Owned
 from .runtime.changes import calls_users
-from .runtime.pending import UNSET_TIMEOUT, effective_timeout
+from .runtime.pending import UNSET_TIMEOUT, limit_here
 from .runtime.serving import MAY_WAIT
 from .serialization.handles import Handle
 from .serialization.pickling_state import received_handle
@@ -73,7 +73,10 @@ class RRef(Handle, Generic[T]):
     def __str__(self) -> str:
         made_by, number = self.entry.id >> 48, self.entry.id & ((1 << 48) - 1)
         id = f"GloballyUniqueId(created_on={made_by}, local_id={number})"
-        return f"OwnerRRef({id})" if self.is_owner() else f"UserRRef(RRefId = {id}, owner = {self.owner_name()!r})"
+        if self.is_owner():
+            return f"OwnerRRef({id})"
+        owner = self._worker.name_of(self.entry.owner)  # which asks nobody: a text must not wait
+        return f"UserRRef(RRefId = {id}, owner = {owner!r})"
 
     __repr__ = __str__
 
@@ -84,7 +87,8 @@ class RRef(Handle, Generic[T]):
         return WorkerInfo(self.owner_name(), self.entry.owner)
 
     def owner_name(self) -> str:
-        """The name of the worker that has the value."""
+        """The name of the worker that has the value. For one that this worker has not met, the group's store is asked:
+        within the deadline of the call that this code runs in, or `Options.rpc_timeout`."""
         return self._worker.name if self.is_owner() else self._worker.look_up_name(self.entry.owner)
 
     def is_owner(self) -> bool:
@@ -204,9 +208,7 @@ class RRef(Handle, Generic[T]):
             )
 
     def _limit(self, timeout: float) -> float | None:
-        serving = current.current_serving()
-        default = self._worker.options.rpc_timeout
-        return effective_timeout(timeout, default, serving.deadline if serving else None)
+        return limit_here(timeout, self._worker.options.rpc_timeout)
 
     def check_creation(self) -> None:
         """Raises if it is known already that the value was not created."""
@@ -310,8 +312,7 @@ def value_here(value: RRef[Any] | int) -> Any:
     entry = references.find_set(id)
     if entry is not None:
         return entry.result()
-    serving = current.current_serving()
-    return references.find(id, effective_timeout(0, 0, serving.deadline if serving else None))
+    return references.find(id, limit_here(0, 0))
 
 
 @_may_wait
@@ -337,6 +338,5 @@ def _backward_from(value: Any, context_id: int, retain_graph: bool) -> None:
         value.backward(retain_graph=retain_graph)
         return
     worker = current_worker()
-    serving = current.current_serving()
-    timeout = effective_timeout(None, worker.options.rpc_timeout, serving.deadline if serving else None)
+    timeout = limit_here(None, worker.options.rpc_timeout)
     worker.engine.backward(context_id, [value], None, None, (timeout, retain_graph, False, False))

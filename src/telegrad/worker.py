@@ -36,7 +36,7 @@ from .runtime.broadcast import ask
 from .runtime.calls import Calls
 from .runtime.creations import Creations
 from .runtime.peers import Peers
-from .runtime.pending import OVERHEAD_BYTES, PendingCall, PendingCalls
+from .runtime.pending import OVERHEAD_BYTES, PendingCall, PendingCalls, limit_here
 from .runtime.reader import Incoming, Reader
 from .runtime.recording import Recorder, report
 from .runtime.serving import Server
@@ -407,19 +407,21 @@ class Worker:
             )
 
     def info(self, to: To | None = None) -> WorkerInfo:
-        """The name and id of a worker; of this one by default."""
-        return WorkerInfo(self.name, self.id) if to is None else self._peers.find(to).info
+        """The name and id of a worker; of this one by default. The store may be asked, within the time of a call."""
+        if to is None:
+            return WorkerInfo(self.name, self.id)
+        return self._peers.find(to, limit_here(None, self.options.rpc_timeout)).info
 
     def look_up_name(self, worker_id: int) -> str:
         """The name of a worker that may be gone, or that this one has not met yet: the store may be asked."""
         try:
-            return self._peers.find(worker_id).member.name
+            return self._peers.find(worker_id, limit_here(None, self.options.rpc_timeout)).member.name
         except TelegradError:
             return self._peers.name_of(worker_id)
 
     def infos(self) -> list[WorkerInfo]:
         """All workers of the group, by id."""
-        return [WorkerInfo(m.name, m.id) for m in self.group.members()]
+        return [WorkerInfo(m.name, m.id) for m in self.group.members(limit_here(None, self.options.rpc_timeout))]
 
     def statistics(self) -> Statistics:
         """Takes a snapshot. Never blocks for long."""

@@ -224,6 +224,68 @@ def test_started_processes_import_nothing_of_telegrads_from_the_current_director
     assert shown.startswith("telegrad.rref [2.0, 2.0]")
 
 
+SHADOWS = ("msgspec", "cloudpickle", "torch", "typing", "dataclasses", "typer", "rich")
+SAYS_WHERE = """
+    import sys
+    import torch.distributed.rpc as rpc
+    import beside
+    print(rpc.RRef.__module__, sys.path[0], beside.WHERE)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A directory to run programs in, with files that are called as what telegrad imports."""
+    here = tmp_path.resolve() / "here"
+    here.mkdir()
+    for name in SHADOWS:
+        (here / f"{name}.py").write_text("import os; os._exit(9)\n")
+    return here
+
+
+def write_program(folder: Path, name: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "beside.py").write_text(f"WHERE = {folder.name!r}\n")
+    (folder / name).write_text(textwrap.dedent(SAYS_WHERE))
+    return folder / name
+
+
+@pytest.mark.parametrize("options", [["-m", "telegrad.compat"], ["-mtelegrad.compat"], ["-Bm", "telegrad.compat"]])
+def test_a_script_imports_from_its_own_folder_and_nothing_comes_from_the_current_directory(
+    here: Path, options: list[str]
+) -> None:
+    script = write_program(here / "scripts", "script.py")
+    assert run(*options, "scripts/script.py", cwd=here) == f"telegrad.rref {script.parent} scripts\n"
+
+
+def test_a_module_imports_from_the_current_directory_and_telegrad_does_not(here: Path) -> None:
+    write_program(here, "program.py")
+    assert run("-m", "telegrad.compat", "-m", "program", cwd=here) == f"telegrad.rref {here} here\n"
+
+
+def test_where_python_is_told_to_leave_out_the_scripts_folder_it_is_left_out(here: Path) -> None:
+    """As with `python -P script.py`; a directory that is run as a script is always there."""
+    script = write_program(here / "scripts", "script.py")
+    for start in ([], ["-m", "telegrad.compat"]):
+        assert "No module named 'beside'" in run("-P", *start, script, cwd=here, expect=1)
+    write_program(here / "scripts", "__main__.py")
+    shown = run("-P", "-m", "telegrad.compat", "scripts", cwd=here)
+    assert shown == f"telegrad.rref {script.parent} scripts\n"
+
+
+def test_the_command_line_imports_nothing_from_the_current_directory(here: Path) -> None:
+    assert "Usage: telegrad" in run("-m", "telegrad", "--help", cwd=here)
+
+
+def test_a_module_of_the_users_that_imports_telegrad_finds_the_current_directory_as_ever(tmp_path: Path) -> None:
+    for name in ("mine", "telegrads"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("import sys\nimport telegrad\nBEFORE = sys.path[0]\n")
+        (tmp_path / name / "__main__.py").write_text(f"import {name}, sys\nprint({name}.BEFORE, sys.path[0])\n")
+        where = tmp_path.resolve()
+        assert run("-m", name, "telegrad.compat", cwd=tmp_path) == f"{where} {where}\n"
+
+
 def test_names_that_were_imported_before_change_too() -> None:
     shown = run_code(
         """

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import fault_programs as programs
 import pytest
@@ -349,11 +351,11 @@ def test_an_error_at_the_root_is_its_own(workers, monkeypatch):
     commits = driver.engine.parts.commits
     add_due = commits.add_due
 
-    def after_a_call() -> None:
+    def after_a_call(deadline: float | None = None) -> bool:
         if threading.get_ident() == here:
             called = InThread(lambda: driver.call("b", rpc.rpc_sync, ("driver", abs, (-1,)), timeout=PATIENCE))
             assert called.wait().error is None
-        add_due()
+        return add_due(deadline)
 
     with autograd.context() as context_id:
         loss = forward()
@@ -408,6 +410,96 @@ def test_two_passes_that_add_to_one_grad_at_once(workers, monkeypatch):
     for each in running:
         assert each.wait().error is None
     torch.testing.assert_close(shared.grad, torch.full((3,), 4.0))
+
+
+LEAF = torch.ones(3, requires_grad=True)  # of b
+MEANWHILE = threading.Event()
+
+
+def times_leaf(x: Tensor) -> Tensor:
+    return x * LEAF
+
+
+def call_meanwhile(timeout: float) -> str:
+    assert MEANWHILE.wait(PATIENCE)
+    try:
+        return str(rpc.rpc_sync("driver", abs, args=(-1,), timeout=timeout))
+    except errors.CallTimeoutError as error:
+        return str(error)
+
+
+class Blocking(Tensor):
+    """Blocks when something is added to it, until it may go on."""
+
+    begun: threading.Event
+    go_on: threading.Event
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") == "add_":
+            cls.begun.set()
+            assert cls.go_on.wait(PATIENCE)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.fixture
+def blocked(workers) -> Iterator[Callable[[], None]]:
+    """Begins a pass that blocks while its gradients are added to `.grad` on b."""
+    Blocking.begun, Blocking.go_on = threading.Event(), threading.Event()
+    LEAF.grad = torch.zeros(3).as_subclass(Blocking)
+    MEANWHILE.clear()
+    started: list[InThread] = []
+
+    def one_pass() -> None:
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("b", times_leaf, args=(torch.ones(3),)).sum()
+            autograd.backward(context_id, [loss], timeout=PATIENCE, into="grad")
+
+    def begin() -> None:
+        started.append(InThread(one_pass))
+        assert Blocking.begun.wait(PATIENCE)
+
+    yield begin
+    Blocking.go_on.set()
+    assert started[0].wait().error is None
+    wait_until(lambda: LEAF.grad.tolist() == [1.0] * 3, "the gradients")
+    LEAF.grad = None
+
+
+def test_a_call_does_not_wait_beyond_its_deadline_for_gradients_that_are_being_added(workers, blocked):
+    """Its answer is here, and another thread blocks while it adds what came before."""
+    calling = InThread(workers["driver"].call, "b", call_meanwhile, (0.3,), None, PATIENCE)
+    blocked()
+    MEANWHILE.set()
+    with soon():
+        assert "are still being added to `.grad`" in calling.wait(PATIENCE / 2).value
+
+
+def test_a_call_is_not_run_after_its_deadline_when_gradients_are_being_added(workers, blocked):
+    blocked()
+    late = workers["driver"].calls.late_answers
+    with pytest.raises(errors.CallTimeoutError):
+        rpc.rpc_sync("b", abs, args=(-1,), timeout=0.3)
+    with soon():
+        wait_until(lambda: workers["driver"].calls.late_answers > late, "the answer of b, whose thread is free again")
+
+
+def test_a_pass_does_not_wait_beyond_its_deadline_for_gradients_that_are_being_added(workers, blocked):
+    """Its root is the worker that another pass has its gradients added on."""
+    blocked()
+    x = torch.ones(3, requires_grad=True)
+    with current_in(workers["b"]), autograd.context() as context_id:
+        with soon(), pytest.raises(errors.BackwardError, match="another thread that adds"):
+            autograd.backward(context_id, [x.sum()], timeout=0.3, into="grad")
+
+
+@contextlib.contextmanager
+def current_in(worker: telegrad.Worker) -> Iterator[None]:
+    token = current.worker_var.set(worker)
+    try:
+        yield
+    finally:
+        current.worker_var.reset(token)
 
 
 @pytest.mark.parametrize("kind", ["end", "release"])

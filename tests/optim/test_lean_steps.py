@@ -322,9 +322,10 @@ def test_an_end_that_is_read_after_zero_grad_but_together_with_it(was_read_toget
     local: Any = Pass()
     commits: Any = Commits("a", Host(), lambda _: None)
 
-    def add_up(found: Any) -> None:  # any number of times
+    def add_up(found: Any, deadline: float | None = None) -> bool:  # any number of times
         if found.gradient is not None:
             leaf.grad, found.gradient = found.gradient, None
+        return True
 
     commits.add_up = add_up
     named = adding.Clearable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import telegrad
-from telegrad import rpc
+from telegrad import autograd, rpc
 from telegrad.errors import CallTimeoutError, ConnectError
 from telegrad.nn import RemoteModule
 from telegrad.primitives import clock
@@ -81,8 +82,9 @@ def gate() -> Iterator[Gate]:
 
 
 @pytest.fixture
-def workers() -> Iterator[dict[str, telegrad.Worker]]:
-    with telegrad.LocalCluster(["a"], transport="inproc", options=telegrad.Options(rpc_timeout=PATIENCE)) as cluster:
+def workers(request: pytest.FixtureRequest) -> Iterator[dict[str, telegrad.Worker]]:
+    options = telegrad.Options(rpc_timeout=PATIENCE, plain=getattr(request, "param", True))
+    with telegrad.LocalCluster(["a"], transport="inproc", options=options) as cluster:
         found = {worker.name: worker for worker in (current_worker(), *cluster._in_process)}
         yield found
         found.clear()
@@ -190,6 +192,99 @@ def test_a_handle_that_dies_before_its_owner_was_told_to_create_the_value(worker
     settle(workers)
     assert workers["a"].references.statistics() == before
     assert current_worker().references.statistics()["held"] == 0
+
+
+def scaled(x: torch.Tensor, weight: torch.Tensor, constant: torch.Tensor) -> tuple[torch.Tensor, bool, bool]:
+    """What was computed; whether the weight has come as a parameter; and the caller's mode."""
+    return x * weight * constant, isinstance(weight, torch.nn.Parameter), torch.is_grad_enabled()
+
+
+def found_in(rref: rpc.RRef) -> tuple[torch.Tensor, bool, bool]:
+    return rref.local_value()
+
+
+def backward_there(rref: rpc.RRef) -> None:
+    rref.local_value()[0].sum().backward()
+
+
+def send_what_was_held_back(held_back, dialling, monkeypatch) -> None:
+    dialling.undo()
+    monkeypatch.undo()
+    done = threading.Semaphore(0)
+    for task in held_back:
+        current_worker().submit(lambda task=task: (task(), done.release()))
+        assert done.acquire(timeout=PATIENCE)
+
+
+def test_gradients_of_a_value_that_was_created_late_come_back(workers, held_back, dialling, monkeypatch):
+    """Whoever takes the handle can run backward: the tensors get their gradients, as with a creation in time."""
+    x, weight = torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.full((2,), 5.0))
+    constant = torch.full((2,), 7.0)
+    rref = rpc.remote("a", scaled, args=(x * 3, weight, constant), timeout=1.0)
+    constant.zero_()
+    send_what_was_held_back(held_back, dialling, monkeypatch)
+    rpc.rpc_sync("a", backward_there, args=(rref,))
+    assert x.grad.tolist() == [105.0, 105.0]
+    assert weight.grad.tolist() == [21.0, 21.0]
+    result, was_parameter, was_grad = rpc.rpc_sync("a", found_in, args=(rref,))
+    assert result.tolist() == [105.0, 105.0]
+    assert was_parameter
+    assert was_grad
+
+
+def test_a_value_that_is_created_late_belongs_to_the_context_of_its_caller(workers, held_back, dialling, monkeypatch):
+    x, weight = torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.full((2,), 5.0))
+    with autograd.context() as context_id:
+        rref = rpc.remote("a", scaled, args=(x * 3, weight, torch.ones(2)), timeout=1.0)
+        send_what_was_held_back(held_back, dialling, monkeypatch)
+        result, was_parameter, _ = rpc.rpc_sync("a", found_in, args=(rref,))
+        autograd.backward(context_id, [result.sum()])
+        gradients = autograd.get_gradients(context_id)
+    assert gradients[x].tolist() == [15.0, 15.0]
+    assert gradients[weight].tolist() == [3.0, 3.0]
+    assert was_parameter
+
+
+def test_a_value_is_not_created_late_when_its_context_has_ended(workers, held_back, dialling, monkeypatch, caplog):
+    """Its tensors would be leaves there, and gradients silently missing."""
+    with autograd.context():
+        rref = rpc.remote("a", scaled, args=(torch.ones(2, requires_grad=True), *[torch.ones(2)] * 2), timeout=1.0)
+    send_what_was_held_back(held_back, dialling, monkeypatch)
+    assert "rpc.remote() to worker 'a' failed" in caplog.text
+    assert "the context has ended" in caplog.text
+    with pytest.raises(CallTimeoutError, match="timed out"):
+        rref.to_here()
+
+
+def test_a_value_that_is_created_late_has_the_modes_of_its_caller(workers, held_back, dialling, monkeypatch):
+    with torch.no_grad():
+        rref = rpc.remote("a", scaled, args=(torch.ones(2, requires_grad=True), *[torch.ones(2)] * 2), timeout=1.0)
+    send_what_was_held_back(held_back, dialling, monkeypatch)
+    result, _, was_grad = rpc.rpc_sync("a", found_in, args=(rref,))
+    assert not was_grad
+    assert not result.requires_grad
+
+
+@pytest.mark.parametrize("workers", [False], indirect=True, ids=["torch's rule"])
+@pytest.mark.parametrize("in_context", [False, True])
+def test_what_is_created_late_by_torchs_rule_has_parameters_that_are_leaves(
+    workers, held_back, dialling, monkeypatch, in_context
+):
+    x, weight = torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.full((2,), 5.0))
+    with autograd.context() if in_context else contextlib.nullcontext(0) as context_id:
+        rref = rpc.remote("a", leaves_of, args=(x * 3, weight), timeout=1.0)
+        send_what_was_held_back(held_back, dialling, monkeypatch)
+        (y, was_leaf), (kind, parameter_was_leaf) = rpc.rpc_sync("a", found_in, args=(rref,))
+        assert was_leaf is not in_context
+        assert kind is torch.nn.Parameter
+        assert parameter_was_leaf
+        if in_context:
+            autograd.backward(context_id, [y.sum()])
+            assert autograd.get_gradients(context_id)[x].tolist() == [3.0, 3.0]
+
+
+def leaves_of(y: torch.Tensor, weight: torch.Tensor) -> Any:
+    return (y, y.is_leaf), (type(weight), weight.is_leaf)
 
 
 def test_an_owner_that_is_never_reached_keeps_nothing_here(workers, held_back, dialling, caplog):

@@ -13,8 +13,12 @@ from jumping_clock import JumpingClock
 
 import telegrad
 from telegrad import errors, rpc
+from telegrad.messages import Envelope, Forget, Kind
 from telegrad.primitives import clock, current
 from telegrad.primitives.current import current_worker
+from telegrad.rendezvous.group import Group
+from telegrad.transport.base import BeforeWaiting, Frames
+from telegrad.transport.inproc import InprocConnection
 
 PATIENCE = 30.0  # no wait in a test is longer
 LIMIT = 10.0
@@ -127,3 +131,77 @@ def test_connecting_counts(clock_of_test, way):
     else:
         left = rpc.remote("a", time_left, timeout=LIMIT).to_here()
     assert left == pytest.approx(LIMIT - SPENT)
+
+
+def test_connecting_counts_for_a_message_without_an_answer(clock_of_test, monkeypatch):
+    worker = current_worker()
+    peers, limits = worker.calls.peers, []
+    reach, write = peers.reach, InprocConnection.write
+
+    def slow_reach(to: Any, timeout: float | None) -> Any:
+        clock_of_test.jump(SPENT)
+        return reach(to, timeout)
+
+    def note(self: InprocConnection, frames: Frames, timeout: float | None = None, before: BeforeWaiting = None) -> int:
+        if current.thread.is_main:
+            limits.append(timeout)
+        return write(self, frames, timeout, before)
+
+    monkeypatch.setattr(peers, "reach", slow_reach)
+    monkeypatch.setattr(InprocConnection, "write", note)
+    a = peers.known_peers.pop(1)
+    try:
+        for _ in range(2):
+            worker.post(1, Envelope(Kind.FORGET, worker.new_message_id()), Forget(()), LIMIT, None)
+            peers.known_peers[1] = a
+    finally:
+        monkeypatch.undo()
+    assert limits == [LIMIT - SPENT, LIMIT]
+
+
+@pytest.fixture
+def asked_for(monkeypatch) -> list[float | None]:
+    """The time limits of all questions to the group's store that the test and what it calls have asked: threads of the
+    workers look up peers of their own accord."""
+    limits: list[float | None] = []
+
+    def note(self: Group, timeout: float | None = None) -> float:
+        if current.thread.is_main or current.serving.get() is not None:
+            limits.append(timeout)
+        return until(self, timeout)
+
+    until = Group._until
+    monkeypatch.setattr(Group, "_until", note)
+    return limits
+
+
+def ask_of_others(_: object = None) -> None:
+    worker = current_worker()
+    assert worker.look_up_name(2) == "b"
+    assert worker.info("b").id == 2
+    assert [info.name for info in worker.infos()] == ["driver", "a", "b"]
+
+
+def test_the_store_is_asked_within_the_deadline_of_the_call_that_is_served(jumping_clock, asked_for):
+    """It may be silent, and the thread that serves the call must come back."""
+    with telegrad.LocalCluster(["a", "b"], transport="inproc"):
+        rpc.rpc_sync("a", abs, args=(1,))
+        jumping_clock.stop()
+        asked_for.clear()
+        rpc.rpc_sync("a", ask_of_others, timeout=LIMIT)
+        assert asked_for == [LIMIT] * 3
+        asked_for.clear()
+        current_worker().infos()
+        assert asked_for == [current_worker().options.rpc_timeout]
+
+
+def test_the_text_of_a_handle_asks_nobody(asked_for):
+    with telegrad.LocalCluster(["a", "b"], transport="inproc"):
+        rref = rpc.rpc_sync("a", rpc.remote, args=("b", int))
+        asked_for.clear()
+        texts = str(rref), repr(rref)
+        assert not asked_for
+        assert [text.partition("owner = ")[2] for text in texts] == ["'with id 2')"] * 2
+        assert rref.owner_name() == "b"
+        assert asked_for == [current_worker().options.rpc_timeout]
+        assert "owner = 'b'" in repr(rref)

@@ -1,7 +1,8 @@
 """python -m telegrad.compat script.py ARGS: runs a script of torch's RPC on telegrad. `-m module` runs a module.
 
 The script runs as Python itself would run it: in a module `__main__` of its own that stays where it is, since workers
-may serve calls until the end of the process, in handlers of `atexit` and in threads.
+may serve calls until the end of the process, in handlers of `atexit` and in threads. It imports from its own folder
+first, and a module from the current directory; what telegrad imports comes from neither (current_directory.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec
 from typing import Any
 
+from ..primitives import current_directory
 from .replacing import install
 
 USAGE = """usage: python -m telegrad.compat script.py [arguments of the script ...]
@@ -32,6 +34,7 @@ def main() -> None:
     if not is_module and not os.path.exists(given[0]):
         sys.exit(f"telegrad.compat: there is no script {given[0]!r}\n{USAGE}")
     install()
+    current_directory.put_back()
     sys.argv = given[1:] if is_module else given
     _run(*(_find_module(given[1]) if is_module else _find_script(given[0])))
 
@@ -48,7 +51,7 @@ def _run(code: types.CodeType, spec: ModuleSpec | None, loader: Any, file: str) 
 def _find_script(path: str) -> tuple[types.CodeType, ModuleSpec | None, Any, str]:
     file = os.path.abspath(path)
     if os.path.isdir(file) or zipfile.is_zipfile(file):
-        _put_first(file)
+        _put_first(file, always=True)
         return _found("__main__", PathFinder.find_spec("__main__", [file]), f"{path!r} has no __main__.py")
     _put_first(os.path.dirname(os.path.realpath(file)))
     with io.open_code(file) as script:
@@ -78,10 +81,13 @@ def _found(name: str, spec: ModuleSpec | None, missing: str) -> tuple[types.Code
     return code, spec, loader, spec.origin
 
 
-def _put_first(directory: str) -> None:
-    """Has Python look there first, where it puts a script's directory; else the current one is there, for -m."""
+def _put_first(place: str, *, always: bool = False) -> None:
+    """Has Python look there first, where it puts a script's directory; else the current one is there, for -m. With
+    `python -P` neither is, and only what is `always` there comes first: a script that is a directory itself."""
     if not sys.flags.safe_path:
-        sys.path[0] = directory
+        sys.path[0] = place
+    elif always:
+        sys.path.insert(0, place)
 
 
 if __name__ == "__main__":

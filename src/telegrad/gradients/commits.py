@@ -4,7 +4,8 @@
 The root of a pass sends End before it sends anything else, so `.grad` must be complete here before any call, answer or
 part of a pass that was read after End is handled. But adding to `.grad` can block and can run users' code (a tensor's
 subclass), which a thread that reads must not. That thread only queues the pass in `due`, and returns a task that adds
-up what is queued. Whoever handles a later message does that first (`add_due`).
+up what is queued. Whoever handles a later message does that first (`add_due`), or waits for the thread that does: no
+longer than its call lasts, since users' code may block for ever.
 
 # Note [.grad is cleared in its turn]
 An optimizer's zero_grad() does not wait for its owners. Its message (Clear) is queued in `due`, too: `.grad` is cleared
@@ -26,13 +27,14 @@ from typing import Any
 from ..errors import text_of
 from ..events import log_by, logger
 from ..messages import COUNTER_BITS, sender_of
+from ..primitives import clock
 from .adding import Clearable, clear
 from .backward_pass import State
 from .host import Host, Task
 from .leaves import GradientTable
 from .local_pass import LocalPass
 
-_LONGEST = 60.0  # seconds
+_LONGEST = 60.0  # seconds that is waited for another thread where there is no deadline
 
 
 class Commits:
@@ -43,29 +45,39 @@ class Commits:
         self._host = host
         self._forget = forget
         # Finished parts whose gradients go to `.grad` and are not there yet, in the order of their ends:
-        self.due: deque[LocalPass | Callable[[], None]] = deque()  # or clears it
+        self.due: deque[LocalPass | Callable[[float | None], bool]] = deque()  # or clears it
         self._adding = RLock()  # held while `due` is added up: later handlers wait for those that came first
         self._last_root = -1  # of the last plain backward() whose gradients are in `.grad`
         self._has_warned = False  # see _warn_of_sharing()
 
-    def add_due(self) -> None:
-        """Adds the gradients of all parts in `due` to `.grad`, or waits for the thread that does."""
-        if not self._adding.acquire(timeout=_LONGEST):  # a tensor's subclass may do anything when it is added
-            logger.error("worker %r: gradients are still being added to `.grad` after %g s", self._worker, _LONGEST)
-            return
+    def add_due(self, deadline: float | None = None) -> bool:
+        """Adds the gradients of all parts in `due` to `.grad`, or waits for the thread that does. False if that thread
+        was not through by the deadline, or after a minute: it goes on."""
+        if not self._adding.acquire(blocking=False) and not self._wait_for(self._adding, deadline):
+            return False
         try:
             while self.due:
                 local = self.due[0]  # stays there meanwhile: other threads must see that there is something to wait for
+                is_done = True  # also where it raises
                 try:
-                    if callable(local):
-                        local()
-                    else:
-                        self.add_up(local)
+                    is_done = local(deadline) if callable(local) else self.add_up(local, deadline)
                 finally:
-                    if self.due and self.due[0] is local:
+                    if is_done and self.due and self.due[0] is local:
                         self.due.popleft()
+                if not is_done:
+                    return False
+            return True
         finally:
             self._adding.release()
+
+    def _wait_for(self, lock: Any, deadline: float | None) -> bool:
+        """Takes a lock that another thread holds while it adds. False if it was not free in time."""
+        left = _LONGEST if deadline is None else min(_LONGEST, max(0.0, deadline - clock.now()))
+        if lock.acquire(timeout=left):  # a tensor's subclass may do anything when it is added
+            return True
+        if left == _LONGEST:
+            logger.error("worker %r: gradients are still being added to `.grad` after %g s", self._worker, _LONGEST)
+        return False
 
     def on_clear(self, peer: int, value: Any, passes: Iterable[LocalPass]) -> Task | None:
         """Queues the clearing of `.grad`, while reading: see Note [.grad is cleared in its turn]. `value` is what the
@@ -81,26 +93,34 @@ class Commits:
             others[:] = [p for p in others if p.state is State.FINISHED and p.adds_to_grad]
             known.set()
 
-        def clear_now() -> None:
+        def clear_now(deadline: float | None) -> bool:
             if others:
-                known.wait(_LONGEST)
-                for local in others:
-                    self.add_up(local)
+                left = _LONGEST if deadline is None else max(0.0, deadline - clock.now())
+                if not known.wait(min(left, _LONGEST)) and left < _LONGEST:
+                    return False
+                if not all(self.add_up(local, deadline) for local in others):
+                    return False
             clear(value.params)
+            return True
 
         if others:
             self._host.after_reading(look_again)
         self.due.append(clear_now)
-        return self.add_due
+        return self._add_now
 
-    def add_up(self, local: LocalPass) -> None:
-        """Adds the gradients of a finished part to the context's, or to `.grad`. Any number of times. What is raised at
-        a root is left to check()."""
+    def _add_now(self) -> None:
+        self.add_due()
+
+    def add_up(self, local: LocalPass, deadline: float | None = None) -> bool:
+        """Adds the gradients of a finished part to the context's, or to `.grad`, or waits for the thread that does: see
+        add_due(). Any number of times. What is raised at a root is left to check()."""
         context, begin = local.context, local.begin
         assert context is not None
         assert begin is not None
+        if not local.committing.acquire(blocking=False) and not self._wait_for(local.committing, deadline):
+            return False
         try:
-            with local.committing:
+            try:
                 if local.gathering is not None:
                     local.gather()
                 gradients, local.gradients = local.gradients, None
@@ -112,14 +132,17 @@ class Commits:
                 elif gradients is not None:
                     with context.lock:
                         context.gradients.take_over(gradients)
+            finally:
+                local.committing.release()
         except Exception as error:
             if local.is_root:  # for backward(): this thread may be one that has come with something else
                 local.not_added = error
-                return
+                return True
             # Without its traceback: a log handler that keeps it would keep the frames, and what they hold.
             logger.error("the gradients of pass %d could not be added up: %s", local.pass_id, text_of(error))
         finally:
             self._forget(local)
+        return True
 
     def check(self, local: LocalPass) -> None:
         """Raises what was raised when the gradients of a root's own part were added up, on whichever thread."""

@@ -250,16 +250,16 @@ class Parts:
                 local.gradients = local.gathering = None  # which nobody adds up, so no lock
 
     def _commit(self, local: LocalPass) -> None:
-        if local.adds_to_grad:
-            self.commits.add_due()
-        else:
-            self.commits.add_up(local)
+        deadline = local.deadline if local.is_root else None  # elsewhere no call waits for this thread
+        is_done = self.commits.add_due(deadline) if local.adds_to_grad else self.commits.add_up(local, deadline)
         if local.not_added is not None:
             self.commits.check(local)
+        if not is_done and local.is_root:
+            raise self._not_added()
 
     def _run(self, local: LocalPass) -> None:
         if self.commits.due:
-            self.commits.add_due()
+            self.commits.add_due(local.deadline)
         error: BaseException | None = None
         events, running = self._host.events, None
         if events.subscribers:
@@ -367,9 +367,18 @@ class Parts:
             if local.state is State.REPORTED and local.pass_id != current.current_pass_id():
                 self._await_end(local)
             if local.state is State.FINISHED:
+                serving = current.current_serving()
+                deadline = serving.deadline if serving else None
                 if self.commits.due:
-                    self.commits.add_due()
-                self.commits.add_up(local)
+                    self.commits.add_due(deadline)
+                if not self.commits.add_up(local, deadline):
+                    raise self._not_added()
+
+    def _not_added(self) -> CallTimeoutError:
+        return CallTimeoutError(
+            f"timed out on worker {self._name!r} waiting for another thread that adds gradients to `.grad`, or to "
+            "those of a context: is it blocked in a tensor's subclass? They are added when it goes on"
+        )
 
     def _await_end(self, local: LocalPass) -> None:
         """Waits for the last word on a pass, unless it still runs at its root: no order is promised then, and the root

@@ -69,3 +69,14 @@ def why_no_answer(call: PendingCall, error: DecodeError) -> Callable[[], BaseExc
         why = with_advice(str(error), "have it return less at once, or keep the result there (rpc.remote)")
         return partial(OutOfMemoryError, f"the answer of {of_call} could not be read here: {why}")
     return partial(DecodeError, f"the answer of {of_call} cannot be rebuilt here: {error}")
+
+
+def not_added(call: PendingCall) -> Callable[[], BaseException]:
+    """Makes the error of a call whose answer is here, and which may not go on before gradients are in `.grad`."""
+    call.frames = None
+    return partial(
+        CallTimeoutError,
+        f"worker {call.peer!r} has answered the call of {call.function}, but gradients of a backward pass before it "
+        "are still being added to `.grad` here: is another thread blocked in a tensor's subclass? RPC ran for more "
+        f"than set timeout ({(call.timeout or 0) * 1000:.0f} ms)",
+    )

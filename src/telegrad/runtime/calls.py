@@ -46,7 +46,7 @@ from ..serialization.codec import Body, Codec
 from ..transport.base import Connection
 from . import changes, missing, profiled_calls
 from .arguments import checked
-from .call_errors import why_no_answer, why_not_sent
+from .call_errors import not_added, why_no_answer, why_not_sent
 from .peers import Peer, Peers
 from .pending import UNSET_TIMEOUT, PendingCall, PendingCalls, effective_timeout
 from .reader import Reader
@@ -257,7 +257,7 @@ class Calls:
             raise CallTimeoutError(late) from error
 
     def post(self, to: int, envelope: Envelope, body: Body, timeout: float | None, context: Context | None) -> None:
-        """Sends a one-way message.
+        """Sends a one-way message, to a worker that is connected with in the same time if it is not yet.
 
         Raises:
             PeerLostError: the worker is gone.
@@ -268,12 +268,14 @@ class Calls:
         try:
             peer = self.peers.known_peers.get(to)
             if peer is None or (connection := peer.connection) is None:
+                deadline = None if timeout is None else clock.now() + timeout
                 try:
                     _, connection = self.peers.reach(to, timeout)
                 except UnknownWorkerError as error:
                     raise self._lost(to, "it has left the group") from error
                 except PeerLostError as error:
                     raise self._lost(to, str(error)) from error
+                timeout = None if deadline is None else max(0.0, deadline - clock.now())
             try:
                 self._worker.send(connection, envelope, body, timeout, None, context)
             except TransportError as error:
@@ -397,8 +399,8 @@ class Calls:
 
     def _open_answer(self, call: PendingCall) -> Any:
         """Decodes the answer: the value, or None with `make_error` set."""
-        if self._commits.due:
-            self._commits.add_due()
+        if self._commits.due and not self._commits.add_due(call.deadline) and call.left() == 0.0:
+            call.make_error = call.make_error or not_added(call)
         value = None
         if call.make_error is None:
             envelope, frames = call.envelope, call.frames

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CallTimeoutError
 from ..events import log_by, logger
 from ..messages import Envelope
-from ..primitives import clock
+from ..primitives import clock, current
 from ..primitives.waiter import Waiter
 from ..transport.base import Connection, Frames
 
@@ -159,3 +159,9 @@ def effective_timeout(asked: float | None, default: float, enclosing: float | No
         return limit  # type: ignore[no-any-return]
     left = max(0.0, enclosing - clock.now())
     return left if limit is None else min(limit, left)
+
+
+def limit_here(asked: float | None, default: float) -> float | None:
+    """The time limit of what this code does now: within the deadline of the call that it is run by, if it is."""
+    serving = current.current_serving()
+    return effective_timeout(asked, default, serving.deadline if serving else None)

@@ -1,5 +1,14 @@
 """The callee's side: runs the functions that other workers call, and answers. On threads of the worker, and never while
-they hold the read lease, unless they can be relieved of it."""
+they hold the read lease, unless they can be relieved of it.
+
+# Note [answers that nobody takes]
+A caller that is stopped reads nothing, and a large answer waits until it does. The answer has the time that its call
+has left: after that the caller, whose clock began to run earlier, waits for it no more. If nothing of it was written
+by then it is dropped, all that was counted for it is undone, and the connection stays as it was: the peer may only be
+slow. Of one that is half out the rest follows, from a thread that the connection has at most one of
+(HandedOverError). A call with no limit is waited for as long as its connection lives, and so is the room for its
+answer.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +25,7 @@ from ..errors import (
     DecodeError,
     EncodeError,
     GradientError,
+    HandedOverError,
     MessageError,
     OutOfMemoryError,
     TooLargeError,
@@ -80,11 +90,11 @@ class Server:
         """Runs the function of a call and answers it."""
         if message.task is not None:
             message.task()
+        connection, envelope, deadline = message.connection, message.envelope, message.deadline
         if self._commits.due:
-            self._commits.add_due()
+            self._commits.add_due(deadline)  # where its time is over by then, it is not run
         if self._closed:
             return
-        connection, envelope, deadline = message.connection, message.envelope, message.deadline
         caller = connection.peer.name
         self._serving[envelope.id] = caller
         self.calls_served += 1
@@ -97,7 +107,8 @@ class Server:
         try:
             if deadline is not None and clock.now() >= deadline:
                 raise CallTimeoutError(
-                    "RPC ran for more than set timeout: the call waited for a thread until then, and was not run"
+                    "RPC ran for more than set timeout: the call waited for a thread, or for gradients that are being "
+                    "added to `.grad`, until then, and was not run"
                 )
             if envelope.modes is None:
                 try:
@@ -109,7 +120,7 @@ class Server:
                 with applied(envelope.modes):
                     result, is_async, changed = self._run(message)
         except BaseException as error:
-            self._answer_failure(connection, envelope, error)
+            self._answer_failure(connection, envelope, deadline, error)
             return
         finally:
             current.serving.reset(token)
@@ -119,9 +130,9 @@ class Server:
         del message
         if is_async:
             # This thread is free: the answer is sent when the future completes.
-            result.add_done_callback(partial(self._on_future, connection, envelope))
+            result.add_done_callback(partial(self._on_future, connection, envelope, deadline))
         else:
-            self._answer(connection, envelope, result, changed)
+            self._answer(connection, envelope, deadline, result, changed)
 
     def _run(self, message: Incoming) -> tuple[Any, bool, str]:
         """Runs the function: its result; whether that is a future whose value is the answer; and which arguments were
@@ -204,21 +215,24 @@ class Server:
             return profiled_calls.run(settings, worker.id, partial(call.function, *call.args, **kwargs))
 
     @finaliser
-    def _on_future(self, connection: Connection, call: Envelope, future: Any) -> None:
-        self._threads.submit(partial(self._answer_future, connection, call, future))
+    def _on_future(self, connection: Connection, call: Envelope, deadline: float | None, future: Any) -> None:
+        self._threads.submit(partial(self._answer_future, connection, call, deadline, future))
 
-    def _answer_future(self, connection: Connection, call: Envelope, future: Any) -> None:
+    def _answer_future(self, connection: Connection, call: Envelope, deadline: float | None, future: Any) -> None:
         check = self._to_check.pop(call.id, None) if self._to_check else None
         try:
             result = BaseFuture.wait(future)  # and not value(): this thread's streams wait for those that made it
             if check is not None:
                 check()
         except BaseException as error:
-            self._answer_failure(connection, call, error)
+            self._answer_failure(connection, call, deadline, error)
         else:
-            self._answer(connection, call, result)
+            self._answer(connection, call, deadline, result)
 
-    def _answer(self, connection: Connection, call: Envelope, result: Any, changed: str = "") -> None:
+    def _answer(
+        self, connection: Connection, call: Envelope, deadline: float | None, result: Any, changed: str = ""
+    ) -> None:
+        """Answers a call whose caller waits until the deadline: see Note [answers that nobody takes]."""
         worker = self._worker
         if call.creates:
             result = self._keep(call.creates, result)
@@ -226,14 +240,18 @@ class Server:
         if call.device_map is not None:
             envelope.device_map = reversed_map(call.device_map)
         try:
-            worker.send(connection, envelope, Reply(result), None, None, self._context_of(call))
+            left = None if deadline is None else max(0.0, deadline - clock.now())
+            worker.send(connection, envelope, Reply(result), left, None, self._context_of(call))
             self._serving.pop(call.id, None)
         except TransportError as error:
             self._give_up(connection, call, error)
         except BaseException as error:
+            if isinstance(error, HandedOverError) or (isinstance(error, TimeoutError) and deadline is not None):
+                self._give_up(connection, call, error)
+                return
             if isinstance(error, EncodeError):
                 error = EncodeError(f"the result, a {type(result).__name__}, cannot be sent back: {error}")
-            self._answer_failure(connection, call, error)
+            self._answer_failure(connection, call, deadline, error)
 
     def _context_of(self, call: Envelope) -> Context | None:
         """The context in which a call is answered."""
@@ -251,7 +269,9 @@ class Server:
         self._worker.references.set_value(creates, result)
         return None
 
-    def _answer_failure(self, connection: Connection, call: Envelope, error: BaseException) -> None:
+    def _answer_failure(
+        self, connection: Connection, call: Envelope, deadline: float | None, error: BaseException
+    ) -> None:
         worker = self._worker
         try:
             context = None if call.creates else self._context_of(call)
@@ -267,31 +287,37 @@ class Server:
             error.__traceback__ = None  # an exception that is kept must not keep our frames, and what they hold
             if failure.tensors is not None:
                 try:
-                    self._send_failure(connection, call, failure, context)
+                    self._send_failure(connection, call, deadline, failure, context)
                     return
                 except (MessageError, GradientError):  # the context has ended, or a device has no map
                     failure = self._codec.encode_exception(error, text, connection.peer)
             try:
-                self._send_failure(connection, call, failure)
+                self._send_failure(connection, call, deadline, failure)
             except (TooLargeError, MemoryError):
-                self._send_failure(connection, call, shortened(failure))
-        except TransportError as lost:
+                self._send_failure(connection, call, deadline, shortened(failure))
+        except (TransportError, TimeoutError) as lost:
             self._give_up(connection, call, lost)
         finally:
             self._serving.pop(call.id, None)
 
     def _send_failure(
-        self, connection: Connection, call: Envelope, failure: Failure, context: Context | None = None
+        self,
+        connection: Connection,
+        call: Envelope,
+        deadline: float | None,
+        failure: Failure,
+        context: Context | None = None,
     ) -> None:
         worker = self._worker
         envelope = Envelope(Kind.FAILURE, worker.new_message_id(), call.id)
         if failure.tensors is not None and call.device_map is not None:
             envelope.device_map = reversed_map(call.device_map)
-        worker.send(connection, envelope, failure, None, None, context)
+        left = None if deadline is None else max(0.0, deadline - clock.now())
+        worker.send(connection, envelope, failure, left, None, context)
 
     def _give_up(self, connection: Connection, call: Envelope, error: BaseException) -> None:
         self._serving.pop(call.id, None)
-        logger.info("worker %r was gone before its call was answered: %s", connection.peer.name, str(error))
+        logger.info("worker %r has not got the answer to its call: %s", connection.peer.name, str(error))
 
     def abandon(self) -> None:
         """In a fork: a function that has forked and comes back in the child is not answered from there."""
