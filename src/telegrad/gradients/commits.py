@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from threading import Event
 from typing import Any
 
-from ..errors import text_of
+from ..errors import CallTimeoutError, text_of
 from ..events import log_by, logger
 from ..messages import COUNTER_BITS, sender_of
 from ..primitives import clock
@@ -143,6 +143,22 @@ class Commits:
         finally:
             self._forget(local)
         return True
+
+    def commit(self, local: LocalPass) -> None:
+        """Adds the gradients of a part that has just finished, with all that came before it. Raises at a root what was
+        raised meanwhile."""
+        deadline = local.deadline if local.is_root else None  # elsewhere no call waits for this thread
+        is_done = self.add_due(deadline) if local.adds_to_grad else self.add_up(local, deadline)
+        if local.not_added is not None:
+            self.check(local)
+        if not is_done and local.is_root:
+            raise self.not_added()
+
+    def not_added(self) -> CallTimeoutError:
+        return CallTimeoutError(
+            f"timed out on worker {self._worker!r} waiting for another thread that adds gradients to `.grad`, or to "
+            "those of a context: is it blocked in a tensor's subclass? They are added when it goes on"
+        )
 
     def check(self, local: LocalPass) -> None:
         """Raises what was raised when the gradients of a root's own part were added up, on whichever thread."""

@@ -222,7 +222,7 @@ class Parts:
         elif outcome is COMMIT:
             if local.adds_to_grad:
                 self.commits.due.append(local)
-            task = partial(self._commit, local)
+            task = partial(self.commits.commit, local)
         elif isinstance(outcome, Late):
             late = "worker %r: %s came after the end of pass %d"
             self._log_later(logging.INFO, late, self._name, outcome.what, local.pass_id)
@@ -248,14 +248,6 @@ class Parts:
             left.clear()
             if local.state is not State.FINISHED:
                 local.gradients = local.gathering = None  # which nobody adds up, so no lock
-
-    def _commit(self, local: LocalPass) -> None:
-        deadline = local.deadline if local.is_root else None  # elsewhere no call waits for this thread
-        is_done = self.commits.add_due(deadline) if local.adds_to_grad else self.commits.add_up(local, deadline)
-        if local.not_added is not None:
-            self.commits.check(local)
-        if not is_done and local.is_root:
-            raise self._not_added()
 
     def _run(self, local: LocalPass) -> None:
         if self.commits.due:
@@ -372,13 +364,7 @@ class Parts:
                 if self.commits.due:
                     self.commits.add_due(deadline)
                 if not self.commits.add_up(local, deadline):
-                    raise self._not_added()
-
-    def _not_added(self) -> CallTimeoutError:
-        return CallTimeoutError(
-            f"timed out on worker {self._name!r} waiting for another thread that adds gradients to `.grad`, or to "
-            "those of a context: is it blocked in a tensor's subclass? They are added when it goes on"
-        )
+                    raise self.commits.not_added()
 
     def _await_end(self, local: LocalPass) -> None:
         """Waits for the last word on a pass, unless it still runs at its root: no order is promised then, and the root
