@@ -17,15 +17,18 @@ import pytest
 import torch
 from fault_fixtures import workers  # noqa: F401
 from fault_programs import PATIENCE
+from lease_check import is_reading
 
 import telegrad
 from telegrad import _torch, autograd, errors, rpc
 from telegrad.events import logger
+from telegrad.gradients.plain import Plain
 from telegrad.gradients.rooted_pass import _LEAST_LOOKING, looking_time
 from telegrad.gradients.seam import PlainEngine
 from telegrad.optim.owner import settle
 from telegrad.primitives import clock, current
 from telegrad.primitives.current import current_worker
+from telegrad.runtime.threads import Threads
 
 
 def ones() -> torch.Tensor:
@@ -140,6 +143,32 @@ def test_a_message_that_is_never_decoded(workers):
     with pytest.raises(errors.CallTimeoutError):
         future.wait()
     workers["b"]._server._closed = False
+    wait_until_nothing_is_left(workers)
+
+
+def test_what_is_forgotten_is_freed_by_the_thread_that_handles_the_message(workers, monkeypatch):
+    """No other thread is woken for it: it would hold up this one, since it needs the interpreter lock."""
+    handed_on: list[Any] = []
+    freed: list[int] = []
+    submit, free = Threads.submit, Plain._free
+
+    def submitted(self: Threads, task: Any) -> None:
+        handed_on.append(getattr(task, "func", task))
+        submit(self, task)
+
+    def frees(self: Plain, dead: Any) -> None:
+        freed.append(self.worker_id)
+        assert not is_reading()
+        free(self, dead)
+
+    monkeypatch.setattr(Threads, "submit", submitted)
+    monkeypatch.setattr(Plain, "_free", frees)
+    for _ in range(20):
+        x = ones()
+        rpc.rpc_sync("b", torch.mul, args=(x, 2)).sum().backward()
+        assert torch.equal(x.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
+    assert {worker.id for worker in workers.values() if worker.name in ("driver", "b")} <= set(freed)
+    assert not [what for what in handed_on if getattr(what, "__name__", "") in ("_free", "frees")]
     wait_until_nothing_is_left(workers)
 
 
