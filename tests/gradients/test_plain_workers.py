@@ -146,7 +146,7 @@ def test_a_message_that_is_never_decoded(workers):
     wait_until_nothing_is_left(workers)
 
 
-def test_what_is_forgotten_is_freed_by_the_thread_that_handles_the_message(workers, monkeypatch):
+def test_what_is_forgotten_is_freed_by_the_thread_that_handles_the_message(monkeypatch):
     """No other thread is woken for it: it would hold up this one, since it needs the interpreter lock."""
     handed_on: list[Any] = []
     freed: list[int] = []
@@ -163,13 +163,15 @@ def test_what_is_forgotten_is_freed_by_the_thread_that_handles_the_message(worke
 
     monkeypatch.setattr(Threads, "submit", submitted)
     monkeypatch.setattr(Plain, "_free", frees)
-    for _ in range(20):
-        x = ones()
-        rpc.rpc_sync("b", torch.mul, args=(x, 2)).sum().backward()
-        assert torch.equal(x.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
-    assert {worker.id for worker in workers.values() if worker.name in ("driver", "b")} <= set(freed)
-    assert not [what for what in handed_on if getattr(what, "__name__", "") in ("_free", "frees")]
-    wait_until_nothing_is_left(workers)
+    with telegrad.LocalCluster(["b"], transport="inproc") as cluster:
+        workers = {worker.name: worker for worker in cluster._in_process}
+        for _ in range(20):
+            x = ones()
+            rpc.rpc_sync("b", torch.mul, args=(x, 2)).sum().backward()
+            assert torch.equal(x.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
+        assert {worker.id for worker in workers.values()} <= set(freed)
+        assert not [what for what in handed_on if getattr(what, "__name__", "") == "frees"]
+        wait_until_nothing_is_left(workers)
 
 
 def test_a_worker_that_forgets_what_it_was_not_sent(workers, caplog):
