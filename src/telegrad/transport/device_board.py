@@ -140,7 +140,7 @@ class Janitor:
             if self._thread is None:
                 thread = threading.Thread(target=prepared(self._run), name="telegrad device memory", daemon=True)
                 try:
-                    start_new_thread(self._start, (thread,))
+                    start_new_thread(prepared(self._start, thread), ())
                 except RuntimeError:  # the system has no thread to give: the next job tries again
                     return
                 self._thread = thread

@@ -310,9 +310,9 @@ class StreamConnection(Connection):
         return False
 
     def _begins_to_finish(self, rest: list[Buffer]) -> bool:
-        finish = prepared(partial(self._finish, rest))
+        name = f"telegrad-write-{self.peer.name}"
         try:
-            threading.Thread(target=finish, name=f"telegrad-write-{self.peer.name}", daemon=True).start()
+            threading.Thread(target=prepared(partial(self._finish, rest)), name=name, daemon=True).start()
         except RuntimeError:  # the system has none to give
             return False
         return True
