@@ -480,7 +480,9 @@ def test_a_call_is_not_run_after_its_deadline_when_gradients_are_being_added(wor
     with pytest.raises(errors.CallTimeoutError):
         rpc.rpc_sync("b", abs, args=(-1,), timeout=0.3)
     with soon():
-        wait_until(lambda: not workers["b"]._server.being_served, "b has given the call up, and its thread is free again")
+        wait_until(
+            lambda: not workers["b"]._server.being_served, "b has given the call up, and its thread is free again"
+        )
 
 
 def test_a_pass_does_not_wait_beyond_its_deadline_for_gradients_that_are_being_added(workers, blocked):
