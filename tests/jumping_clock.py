@@ -3,6 +3,7 @@ machine is."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -25,8 +26,9 @@ class JumpingClock:
         monkeypatch.setattr(Waiter, "sleep", lambda waiter, timeout: self._sleep(waiter, timeout))
 
     def stop(self) -> None:
-        """From here on time passes only by jumps."""
-        now = self._time()
+        """From here on time passes only by jumps. It stops at a whole second: times that are added to it and taken off
+        again come out as they were."""
+        now = float(math.ceil(self._time()))
         self._time = lambda: now
 
     def jump(self, seconds: float) -> None:

@@ -16,6 +16,7 @@ from telegrad import errors, rpc
 from telegrad.messages import Envelope, Forget, Kind
 from telegrad.primitives import clock, current
 from telegrad.primitives.current import current_worker
+from telegrad.references.table import References
 from telegrad.rendezvous.group import Group
 from telegrad.transport.base import BeforeWaiting, Frames
 from telegrad.transport.inproc import InprocConnection
@@ -195,7 +196,14 @@ def test_the_store_is_asked_within_the_deadline_of_the_call_that_is_served(jumpi
         assert asked_for == [current_worker().options.rpc_timeout]
 
 
-def test_the_text_of_a_handle_asks_nobody(asked_for):
+def test_the_text_of_a_handle_asks_nobody(asked_for, monkeypatch):
+    hold, may_connect = References._hold, threading.Event()
+
+    def hold_later(self: References, *args: Any) -> None:
+        assert may_connect.wait(PATIENCE)
+        hold(self, *args)
+
+    monkeypatch.setattr(References, "_hold", hold_later)  # a thread that tells the owner of the handle learns its name
     with telegrad.LocalCluster(["a", "b"], transport="inproc"):
         rref = rpc.rpc_sync("a", rpc.remote, args=("b", int))
         asked_for.clear()
@@ -205,3 +213,4 @@ def test_the_text_of_a_handle_asks_nobody(asked_for):
         assert rref.owner_name() == "b"
         assert asked_for == [current_worker().options.rpc_timeout]
         assert "owner = 'b'" in repr(rref)
+        may_connect.set()

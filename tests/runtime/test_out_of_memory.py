@@ -277,10 +277,12 @@ def test_a_process_with_a_limited_address_space(server, transport):
     with telegrad.LocalCluster(["a", "b"], transport=transport, server=server):
         lively = Lively()
         rpc.rpc_sync("a", limit_address_space, args=(100,), timeout=PATIENCE)
+        # A thread that begins meanwhile maps 128 MiB for its allocator and gives at least half of them back, so up to
+        # that much more than the 100 may be left.
         with pytest.raises(
             OutOfMemoryError, match=rf"{NO_MEMORY}; left of this process's address space \(ulimit -v\): "
         ):
-            rpc.rpc_sync("a", numel, args=(torch.ones(32 * MIB),), timeout=PATIENCE)
+            rpc.rpc_sync("a", numel, args=(torch.ones(64 * MIB),), timeout=PATIENCE)
         lively.check()
         x = torch.ones(16 * MIB, requires_grad=True)
         with pytest.raises((RuntimeError, MemoryError)):
