@@ -50,8 +50,8 @@ class ScriptedPoller:
     def own(self, fd: int) -> None:
         """Nothing of the scripted world is closed."""
 
-    def set_timer(self, seconds: float) -> None:
-        self.timer_at = self._world.now + seconds
+    def set_timer(self, seconds: float | None) -> None:
+        self.timer_at = float("inf") if seconds is None else self._world.now + seconds
 
     def wake(self) -> None:
         self._world.counts[self._bell] += 1

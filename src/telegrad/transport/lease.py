@@ -89,7 +89,7 @@ class ReadLease:
         poller.own(self._bell)
         self._inner.register(self._bell, select.EPOLLIN)
         self.turn: Turn | None = None  # the last one that began
-        self.timer_at = 0.0
+        self.timer_at = 0.0  # when the timer rings that may relieve a turn; 0: it is not set
         poller.register(self._fd, self._on_event)
         poller.on_timer = self._on_timer
         self._set(self._fd, ARMED)
@@ -112,6 +112,11 @@ class ReadLease:
         and leave."""
         if self._unread:
             self._run_unread()
+        if self.timer_at:
+            # Nobody is to be relieved: a timer that rings would wake a thread for nothing. First the timer, then the
+            # note of it: one that another thread is about to set (_on_timer) must not be stopped and yet be noted.
+            self._poller.set_timer(None)
+            self.timer_at = 0.0
         self._lock.release()
         try:
             self._set(self._fd, ARMED)

@@ -30,6 +30,7 @@ class _TimerSpec(ctypes.Structure):
     )
 
 
+_NEVER = _TimerSpec(0, 0, 0, 0)
 _libc.timerfd_settime.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(_TimerSpec), ctypes.c_void_p)
 
 ARMED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
@@ -88,8 +89,11 @@ class Poller:
         if self._wake_fd >= 0:
             os.eventfd_write(self._wake_fd, 1)
 
-    def set_timer(self, seconds: float) -> None:
-        """Calls `on_timer` on one of the threads after so long; replaces what was set before."""
+    def set_timer(self, seconds: float | None) -> None:
+        """Calls `on_timer` on one of the threads after so long (None: not at all); replaces what was set before."""
+        if seconds is None:
+            _libc.timerfd_settime(self._timer_fd, 0, _NEVER, None)
+            return
         whole, nanoseconds = divmod(max(1, int(seconds * 1e9)), 10**9)  # 0 would mean never
         _libc.timerfd_settime(self._timer_fd, 0, _TimerSpec(0, 0, whole, nanoseconds), None)
 
