@@ -7,6 +7,7 @@ Beside torch, which trains in contexts, telegrad does so in contexts and plainly
     optimizer_steps.py  the optimizer alone
     leaves.py           leaves of a remote module     messages.py  tensors of a message
     cputime.py          processor time of all processes
+    by_hand.py          a floor: the first of the models by hand, over sockets
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from functools import partial
 
 from benchmarks import leaves, messages, optimizer_steps, profiling
+from benchmarks.by_hand import time_by_hand
 from benchmarks.figures import ALONE, Figure, Repeats, Session, Setting, Suite
 from benchmarks.passes import WAYS
 from benchmarks.step_models import Build, experts, gpt2, lstm, transformer
@@ -27,7 +29,14 @@ ON_2, ON_3 = Setting(workers=3), Setting(workers=4)
 
 
 def _training(
-    name: str, title: str, build: Build, setting: Setting, *, goal: float, cpu_goal: float | None = None
+    name: str,
+    title: str,
+    build: Build,
+    setting: Setting,
+    *,
+    goal: float,
+    cpu_goal: float | None = None,
+    floors: tuple[str, ...] = (),
 ) -> tuple[Figure, ...]:
     """A step of a model, its wall time and the processor time of all processes, each way."""
     found = []
@@ -41,7 +50,7 @@ def _training(
                 unit="ms",
                 goal=goal,
                 setting=setting,
-                floors=(f"local-{name}",),
+                floors=(f"local-{name}", *floors),
             )
         )
         found.append(
@@ -85,8 +94,17 @@ MODELS: tuple[tuple[str, str, Build], ...] = (
     ("experts", "8 experts on 3 workers", experts),
 )
 
+BY_HAND = Figure(
+    name="by-hand-transformer",
+    title="by hand, over sockets, 3 transformer layers on 3 workers",
+    measure=time_by_hand,
+    repeats=STEPS,
+    unit="ms",
+    setting=ALONE,
+)
+
 FIGURES = (
-    *_training(*MODELS[0], ON_3, goal=0.65, cpu_goal=0.7),
+    *_training(*MODELS[0], ON_3, goal=0.65, cpu_goal=0.7, floors=(BY_HAND.name,)),
     *_training(*MODELS[1], ON_3, goal=0.7),
     *_training(*MODELS[2], ON_2, goal=0.7),
     *_training(*MODELS[3], ON_3, goal=0.7),
@@ -96,6 +114,7 @@ FIGURES = (
 
 FLOORS = (
     *(_local_step(name, f"one process, {title}", build) for name, title, build in MODELS),
+    BY_HAND,
     *optimizer_steps.FLOORS,
 )
 
@@ -124,6 +143,9 @@ SUITE = Suite(
         "weights; 4 x 32 tokens. LSTM: a layer on each worker, the embedding with the first and the decoder with the "
         "second; 4 texts of 32 words in 4 pieces, with which both states travel. Experts: a router at the driver "
         "sends each of 128 tokens to two of eight, spread over the workers, by async calls.",
+        "By hand: the transformer's step written for this one model, over a socket for each worker, with no calls, "
+        "names or threads, and no fault handled (benchmarks/by_hand.py). Beside one process it shows what waking "
+        "processes and moving bytes cost.",
         f"CPU of all: user and system time of all workers, from before the first of a batch of {CPU_BATCH} steps until "
         "after the last, for each step; what spins or is done later counts.",
         "The optimizer alone is SGD, over tensors that have their gradients. They, leaves, and tensors of a message "
