@@ -55,6 +55,8 @@ _REPLY = int(Kind.REPLY)
 SLOW = 3e-4  # seconds; a function that took longer had better not run on a thread that holds the lease
 _MOST_SLOW = 10_000  # names
 
+Look = Callable[[Any], str]  # at a call and its result: says which arguments were changed in place
+
 ASYNC_MARK = "_wrapped_async_rpc_function"  # torch's own name, so its decorator works too
 MAY_WAIT = "_telegrad_may_wait"  # on functions of telegrad's own: a future that one returns is waited for
 
@@ -70,8 +72,6 @@ class Server:
         self._slow: set[str] = set()  # functions that took long the last time
         self._commits = worker.engine.parts.commits  # see Note [.grad before the next call]
         self._sample = Sample()
-        # By message id: for calls of checkpoints whose functions have returned a future. Its operations are atomic.
-        self._to_check: dict[int, Callable[[], None]] = {}
         self._told: set[tuple[str, str]] = set()  # callers and functions: that its arguments were changed
         self._closed = False
         self.calls_served = 0
@@ -98,9 +98,9 @@ class Server:
         caller = connection.peer.name
         self._serving[envelope.id] = caller
         self.calls_served += 1
-        recomputes = envelope.modes is not None and envelope.modes.recomputes
-        token = current.serving.set(current.Serving(caller, envelope.id, deadline, envelope.depth, recomputes))
-        autograd = envelope.autograd
+        token = current.serving.set(current.Serving(caller, envelope.id, deadline, envelope.depth))
+        autograd, recomputes = envelope.autograd, envelope.modes.recomputes if envelope.modes is not None else 0
+        recomputes_token = current.recomputes.set(recomputes) if recomputes else None
         if autograd is not None:
             context_token = current.context_id.set(autograd.context)
             pass_token = current.pass_id.set(autograd.during)
@@ -112,13 +112,14 @@ class Server:
                 )
             if envelope.modes is None:
                 try:
-                    result, is_async, changed = self._run(message)
+                    result, waits, look = self._run(message)
                 finally:
                     if is_changed():
                         restore_defaults()
             else:
                 with applied(envelope.modes):
-                    result, is_async, changed = self._run(message)
+                    result, waits, look = self._run(message)
+            changed = "" if waits or look is None else look(result)
         except BaseException as error:
             self._answer_failure(connection, envelope, deadline, error)
             return
@@ -127,16 +128,18 @@ class Server:
             if autograd is not None:
                 current.context_id.reset(context_token)
                 current.pass_id.reset(pass_token)
+            if recomputes_token is not None:
+                current.recomputes.reset(recomputes_token)
         del message
-        if is_async:
+        if waits:
             # This thread is free: the answer is sent when the future completes.
-            result.add_done_callback(partial(self._on_future, connection, envelope, deadline))
+            result.add_done_callback(partial(self._on_future, connection, envelope, deadline, look))
         else:
             self._answer(connection, envelope, deadline, result, changed)
 
-    def _run(self, message: Incoming) -> tuple[Any, bool, str]:
-        """Runs the function: its result; whether that is a future whose value is the answer; and which arguments were
-        changed in place, if the caller was not told yet."""
+    def _run(self, message: Incoming) -> tuple[Any, bool, Look | None]:
+        """Runs the function: its result; whether that is a future whose value is the answer; and what looks at the
+        call when the value is there."""
         envelope, thread = message.envelope, current.thread
         try:
             call = self._worker.decode(envelope, message.frames)
@@ -162,7 +165,9 @@ class Server:
         if (call.kwargs or not PLAIN.issuperset(map(type, call.args))) and not hasattr(function, ASYNC_MARK):
             if self._sample.takes(call, name):
                 watched = watch(call)
-        recomputes = None if envelope.modes is None or not envelope.modes.recomputes else Recomputation()
+        recomputation = None
+        if envelope.modes is not None and envelope.modes.recomputes not in (0, current.process_id):
+            recomputation = Recomputation()
         began = clock.now()
         try:
             thread.critical = 0  # users' code: see interrupts.py
@@ -172,28 +177,34 @@ class Server:
                 result = self._run_profiled(envelope, call, name)
         finally:
             thread.critical = 1
-        is_async = hasattr(function, ASYNC_MARK)
-        if recomputes is not None and not is_async:
-            recomputes.check(self._worker.name, name)
         if clock.now() - began > SLOW:
             if len(self._slow) < _MOST_SLOW:
                 self._slow.add(name)
         elif name in self._slow:
             self._slow.discard(name)
-        if is_async:
-            if not isinstance(result, BaseFuture):
+        is_future = isinstance(result, BaseFuture)
+        waits = is_future and hasattr(function, MAY_WAIT)
+        if hasattr(function, ASYNC_MARK):
+            if not is_future:
                 raise RuntimeError(
                     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                     f"{name} returned a {type(profiled_calls.value_of(result)).__name__}"
                 )
-            if recomputes is not None:
-                self._to_check[envelope.id] = partial(recomputes.check, self._worker.name, name)
-            return result, True, ""
-        changes = self._changes_of(envelope, name, watched, result) if watched is not None else ""
-        return result, hasattr(function, MAY_WAIT) and isinstance(result, BaseFuture), changes
+            waits = True
+        look = None
+        if watched is not None or recomputation is not None:
+            look = partial(self._look, envelope, name, watched, recomputation)
+        return result, waits, look
 
-    def _changes_of(self, call: Envelope, name: str, watched: Watched, result: Any) -> str:
-        """Says which arguments a function has changed in place, the first time that it does so for a caller."""
+    def _look(
+        self, call: Envelope, name: str, watched: Watched | None, recomputation: Recomputation | None, result: Any
+    ) -> str:
+        """Looks at a call whose result is there: refuses the result if a checkpoint could not use it, and says which
+        arguments were changed in place, the first time that the function does so for a caller."""
+        if recomputation is not None:
+            recomputation.check(self._worker.name, name)
+        if watched is None:
+            return ""
         what = changed(watched, profiled_calls.value_of(result))
         if not what:
             return ""
@@ -215,19 +226,21 @@ class Server:
             return profiled_calls.run(settings, worker.id, partial(call.function, *call.args, **kwargs))
 
     @finaliser
-    def _on_future(self, connection: Connection, call: Envelope, deadline: float | None, future: Any) -> None:
-        self._threads.submit(partial(self._answer_future, connection, call, deadline, future))
+    def _on_future(
+        self, connection: Connection, call: Envelope, deadline: float | None, look: Look | None, future: Any
+    ) -> None:
+        self._threads.submit(partial(self._answer_future, connection, call, deadline, look, future))
 
-    def _answer_future(self, connection: Connection, call: Envelope, deadline: float | None, future: Any) -> None:
-        check = self._to_check.pop(call.id, None) if self._to_check else None
+    def _answer_future(
+        self, connection: Connection, call: Envelope, deadline: float | None, look: Look | None, future: Any
+    ) -> None:
         try:
             result = BaseFuture.wait(future)  # and not value(): this thread's streams wait for those that made it
-            if check is not None:
-                check()
+            changed = "" if look is None else look(result)
         except BaseException as error:
             self._answer_failure(connection, call, deadline, error)
         else:
-            self._answer(connection, call, deadline, result)
+            self._answer(connection, call, deadline, result, changed)
 
     def _answer(
         self, connection: Connection, call: Envelope, deadline: float | None, result: Any, changed: str = ""
