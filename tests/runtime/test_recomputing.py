@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import telegrad
 from telegrad import functions, rpc
+from telegrad.primitives import current
+from telegrad.runtime.recomputing import recomputing_process
 
 
 def dropped(x: torch.Tensor) -> torch.Tensor:
@@ -252,6 +255,18 @@ def test_a_checkpoint_beside_devices_marks_its_calls(module_cluster, reentrant):
             y.sum().backward()
     finally:
         rpc.rpc_sync("a", pretend_to_have_devices, args=(False,))
+
+
+def test_on_a_thread_of_torchs_the_pass_says_what_code_belongs_to(monkeypatch):
+    """As a device's, where none of our variables is set."""
+    monkeypatch.setattr(current, "engine_pass", lambda: types.SimpleNamespace(recomputes=7))
+    found: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: found.append(recomputing_process()))
+    y.backward()
+    assert found == [7]
+    assert recomputing_process() == 0
 
 
 def test_a_call_of_a_hook_may_draw(module_cluster):

@@ -72,6 +72,7 @@ class Server:
         self._slow: set[str] = set()  # functions that took long the last time
         self._commits = worker.engine.parts.commits  # see Note [.grad before the next call]
         self._sample = Sample()
+        self._kept: weakref.WeakValueDictionary[str, Watched] = weakref.WeakValueDictionary()  # by function
         self._told: set[tuple[str, str]] = set()  # callers and functions: that its arguments were changed
         self._closed = False
         self.calls_served = 0
@@ -112,14 +113,13 @@ class Server:
                 )
             if envelope.modes is None:
                 try:
-                    result, waits, look = self._run(message)
+                    result, look, changed = self._run(message)
                 finally:
                     if is_changed():
                         restore_defaults()
             else:
                 with applied(envelope.modes):
-                    result, waits, look = self._run(message)
-            changed = "" if waits or look is None else look(result)
+                    result, look, changed = self._run(message)
         except BaseException as error:
             self._answer_failure(connection, envelope, deadline, error)
             return
@@ -131,15 +131,15 @@ class Server:
             if recomputes_token is not None:
                 current.recomputes.reset(recomputes_token)
         del message
-        if waits:
+        if look is not None:
             # This thread is free: the answer is sent when the future completes.
             result.add_done_callback(partial(self._on_future, connection, envelope, deadline, look))
         else:
             self._answer(connection, envelope, deadline, result, changed)
 
-    def _run(self, message: Incoming) -> tuple[Any, bool, Look | None]:
-        """Runs the function: its result; whether that is a future whose value is the answer; and what looks at the
-        call when the value is there."""
+    def _run(self, message: Incoming) -> tuple[Any, Look | None, str]:
+        """Runs the function. Returns its result; what looks at the call when that is done, if it is a future whose
+        value is the answer; and else, which arguments were changed in place, if the caller was not told yet."""
         envelope, thread = message.envelope, current.thread
         try:
             call = self._worker.decode(envelope, message.frames)
@@ -162,9 +162,8 @@ class Server:
         if name in self._slow and thread.relieve is not None:
             thread.relieve()
         watched = None
-        if (call.kwargs or not PLAIN.issuperset(map(type, call.args))) and not hasattr(function, ASYNC_MARK):
-            if self._sample.takes(call, name):
-                watched = watch(call)
+        if call.kwargs or not PLAIN.issuperset(map(type, call.args)):
+            watched = watch(call, name, self._sample)
         recomputation = None
         if envelope.modes is not None and envelope.modes.recomputes not in (0, current.process_id):
             recomputation = Recomputation()
@@ -182,19 +181,30 @@ class Server:
                 self._slow.add(name)
         elif name in self._slow:
             self._slow.discard(name)
-        is_future = isinstance(result, BaseFuture)
-        waits = is_future and hasattr(function, MAY_WAIT)
+        waits = hasattr(function, MAY_WAIT) and isinstance(result, BaseFuture)
         if hasattr(function, ASYNC_MARK):
-            if not is_future:
+            if not isinstance(result, BaseFuture):
                 raise RuntimeError(
                     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                     f"{name} returned a {type(profiled_calls.value_of(result)).__name__}"
                 )
             waits = True
-        look = None
-        if watched is not None or recomputation is not None:
-            look = partial(self._look, envelope, name, watched, recomputation)
-        return result, waits, look
+        if waits:
+            if watched is not None and not BaseFuture.done(result) and not self._may_keep(watched):
+                watched = None
+            return result, partial(self._look, envelope, name, watched, recomputation), ""
+        if watched is None and recomputation is None:
+            return result, None, ""
+        return result, None, self._look(envelope, name, watched, recomputation, result)
+
+    def _may_keep(self, watched: Watched) -> bool:
+        """Says whether the arguments of a call may be kept until its future is done: of each function those of one
+        call at a time, since they may be large."""
+        name = watched.user_name()
+        if name in self._kept:
+            return False
+        self._kept[name] = watched
+        return True
 
     def _look(
         self, call: Envelope, name: str, watched: Watched | None, recomputation: Recomputation | None, result: Any
@@ -203,18 +213,14 @@ class Server:
         arguments were changed in place, the first time that the function does so for a caller."""
         if recomputation is not None:
             recomputation.check(self._worker.name, name)
-        if watched is None:
+        if watched is None or not (what := changed(watched, result)):
             return ""
-        what = changed(watched, profiled_calls.value_of(result))
-        if not what:
-            return ""
-        name = name if watched[0] is None else watched[0]()
-        key = (self._serving.get(call.id, ""), name)
+        key = (self._serving.get(call.id, ""), watched.user_name())
         if key in self._told:
             return ""
         if len(self._told) < _MOST_SLOW:
             self._told.add(key)
-        return f"{what} of {name}"
+        return f"{what} of {key[1]}"
 
     def _run_profiled(self, envelope: Envelope, call: Call, name: str) -> Any:
         """Runs the function: its result, with what it cost where the caller asks for that."""
@@ -227,16 +233,16 @@ class Server:
 
     @finaliser
     def _on_future(
-        self, connection: Connection, call: Envelope, deadline: float | None, look: Look | None, future: Any
+        self, connection: Connection, call: Envelope, deadline: float | None, look: Look, future: Any
     ) -> None:
         self._threads.submit(partial(self._answer_future, connection, call, deadline, look, future))
 
     def _answer_future(
-        self, connection: Connection, call: Envelope, deadline: float | None, look: Look | None, future: Any
+        self, connection: Connection, call: Envelope, deadline: float | None, look: Look, future: Any
     ) -> None:
         try:
             result = BaseFuture.wait(future)  # and not value(): this thread's streams wait for those that made it
-            changed = "" if look is None else look(result)
+            changed = look(result)
         except BaseException as error:
             self._answer_failure(connection, call, deadline, error)
         else:
