@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 
 WORKER_BITS = 15  # ids are worker_id << 48 | counter, and fit a signed 64-bit integer
 COUNTER_BITS = 48
@@ -94,7 +94,7 @@ class Modes(msgspec.Struct, frozen=True, array_like=True):
     autocast_cache: bool = True
     anomaly: bool = False
     check_nan: bool = True  # with `anomaly`
-    recomputes: bool = False  # for a checkpoint: see runtime/recomputing.py
+    recomputes: int = 0  # the process whose checkpoint makes the call again: see runtime/recomputing.py
 
 
 class Settings(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

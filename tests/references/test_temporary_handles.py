@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ import telegrad
 from telegrad import autograd, rpc
 from telegrad.errors import CallTimeoutError, ConnectError
 from telegrad.nn import RemoteModule
-from telegrad.primitives import clock
+from telegrad.primitives import clock, current
 from telegrad.primitives.current import current_worker
+from telegrad.runtime.recomputing import run_as_part
 
 PATIENCE = 30.0
 
@@ -263,6 +265,20 @@ def test_a_value_that_is_created_late_has_the_modes_of_its_caller(workers, held_
     result, _, was_grad = rpc.rpc_sync("a", found_in, args=(rref,))
     assert not was_grad
     assert not result.requires_grad
+
+
+def process_of_the_checkpoint() -> int:
+    return current.recomputes.get()
+
+
+def test_a_value_that_is_created_late_belongs_to_the_recomputation_of_its_caller(
+    workers, held_back, dialling, monkeypatch
+):
+    rrefs: list[rpc.RRef] = []
+    create = partial(rpc.remote, "a", process_of_the_checkpoint, timeout=1.0)
+    run_as_part(7, lambda: rrefs.append(create()))
+    send_what_was_held_back(held_back, dialling, monkeypatch)
+    assert rpc.rpc_sync("a", found_in, args=(rrefs[0],)) == 7
 
 
 @pytest.mark.parametrize("workers", [False], indirect=True, ids=["torch's rule"])

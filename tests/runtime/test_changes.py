@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import telegrad
-from telegrad import autograd, rpc
+from telegrad import autograd, functions, rpc
 from telegrad.messages import Call
 from telegrad.nn import RemoteModule
 from telegrad.rpc import RRef
@@ -113,6 +114,23 @@ def test_each_kind_of_change_is_said_once(cluster, told, name):
     assert told() == [f"worker 'b': {what} of {name}"]
 
 
+def replace(found: dict[str, Any]) -> None:
+    """Replaces a tensor by one with the same id."""
+    before, found["x"] = id(found["x"]), None
+    others = []
+    for _ in range(100):
+        found["x"] = torch.ones(1)
+        if id(found["x"]) == before:
+            return
+        others.append(found["x"])
+    raise AssertionError
+
+
+def test_a_tensor_in_the_memory_of_another(cluster, told):
+    rpc.rpc_sync("a", replace, args=({"x": torch.ones(1)},))
+    assert told() == ["worker 'a': argument 0 of replace"]
+
+
 def test_tensors_that_require_grad(cluster, told):
     x = torch.ones(2, requires_grad=True)
     rpc.rpc_sync("a", add_to_it, args=(x,))
@@ -149,6 +167,165 @@ class Store:
 
     def grow(self) -> None:
         self.found[0].add_(1)
+
+
+def wait_for_b() -> torch.futures.Future[Any]:
+    return rpc.rpc_async("b", abs, args=(1,))
+
+
+@functions.async_execution
+def add_at_once(x: torch.Tensor) -> torch.futures.Future[Any]:
+    x.add_(1)
+    return wait_for_b()
+
+
+@functions.async_execution
+def add_later(x: torch.Tensor, *, found: list[torch.Tensor]) -> torch.futures.Future[Any]:
+    return wait_for_b().then(lambda _: add_to_it(x))
+
+
+@functions.async_execution
+def append_later(x: torch.Tensor, *, found: list[torch.Tensor]) -> torch.futures.Future[Any]:
+    return wait_for_b().then(lambda _: append(found))
+
+
+@functions.async_execution
+def return_it_later(x: torch.Tensor, found: list[torch.Tensor]) -> torch.futures.Future[Any]:
+    return wait_for_b().then(lambda _: returns_it(x, found))
+
+
+@functions.async_execution
+def fail_later(x: torch.Tensor) -> torch.futures.Future[Any]:
+    x.add_(1)
+    return wait_for_b().then(lambda _: 1 // 0)
+
+
+def test_functions_that_return_futures(cluster, told):
+    """The arguments are looked at when the future is done."""
+    for _ in range(2):
+        rpc.rpc_sync("a", add_at_once, args=(torch.ones(2),))
+        rpc.rpc_async("a", add_later, args=(torch.ones(2),), kwargs={"found": []}).wait()
+        rpc.remote("a", append_later, args=(torch.ones(2),), kwargs={"found": []}).to_here()
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            rpc.rpc_sync("a", fail_later, args=(torch.ones(2),))
+    rpc.rpc_sync("a", return_it_later, args=(torch.ones(2), []))
+    expected = {"0 of add_at_once", "0 of add_later", "'found' of append_later"}
+    found = told()
+    for _ in range(500):  # a thread of this worker writes the one about the value
+        if len(found) == len(expected):
+            break
+        rpc.rpc_sync("a", abs, args=(1,))
+        found += told()
+    assert sorted(found) == sorted(f"worker 'a': argument {what}" for what in expected)
+
+
+class Later(torch.futures.Future):
+    """Is done when someone waits for it."""
+
+    def __init__(self, task: Callable[[], Any]) -> None:
+        super().__init__()
+        self.task = task
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        super().add_done_callback(callback)
+        self.set_result(self.task())
+
+
+class Counter:
+    def add(self, x: torch.Tensor) -> Later:
+        return Later(lambda: add_to_it(x))
+
+    def add_and_return(self, x: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(x.add_(1))
+        return future
+
+
+def test_methods_that_return_futures(cluster, told):
+    there = rpc.remote("a", Counter)
+    assert torch.equal(there.rpc_sync().add_and_return(torch.ones(2)), torch.full((2,), 2.0))
+    assert told() == []
+    there.rpc_sync().add(torch.ones(2))
+    assert told() == ["worker 'a': argument 0 of add"]
+
+
+kept: list[weakref.ref[torch.Tensor]] = []
+futures: list[torch.futures.Future[int]] = []
+
+
+@functions.async_execution
+def keep_me_waiting(x: torch.Tensor) -> torch.futures.Future[int]:
+    kept.append(weakref.ref(x))
+    futures.append(torch.futures.Future())
+    return futures[-1]
+
+
+def test_arguments_of_one_call_are_kept_until_its_future_is_done():
+    kept.clear()
+    futures.clear()
+
+    def soon(is_so: Callable[[], bool]) -> bool:
+        for _ in range(500):
+            if is_so():
+                return True
+            rpc.rpc_sync("a", abs, args=(1,))
+        return False
+
+    def are_kept(number: int) -> bool:
+        return soon(lambda: sum(ref() is not None for ref in kept) == number)
+
+    with telegrad.LocalCluster(["a"], transport="inproc"):
+        waiting = [rpc.rpc_async("a", keep_me_waiting, args=(torch.ones(2),)) for _ in range(3)]
+        assert soon(lambda: len(futures) == 3)
+        assert are_kept(1)
+        for future in futures:
+            future.set_result(7)
+        assert torch.futures.wait_all(waiting) == [7, 7, 7]
+        assert are_kept(0)
+
+
+def late(x: torch.Tensor, *, y: torch.Tensor) -> None:
+    if y.item() > 100:
+        x.add_(1)
+
+
+class Late(nn.Module):
+    def forward(self, count: int, x: torch.Tensor) -> int:
+        return add_to_it(x) if count > 100 else 0
+
+
+def test_tensors_among_the_arguments_are_watched_in_each_call(cluster, told):
+    module = RemoteModule("a", Late)
+    for count in range(102):
+        rpc.rpc_sync("a", late, args=(torch.ones(2),), kwargs={"y": torch.tensor(count)})
+        module(count, torch.ones(2))
+        assert count > 100 or told() == []
+    assert told() == ["worker 'a': argument 0 of late", "worker 'a': argument 1 of Late.forward"]
+
+
+def append_and_return(x: torch.Tensor, found: list[torch.Tensor]) -> torch.Tensor:
+    found.append(x * 2)
+    return found[-1]
+
+
+def put_and_return_the_inner(state: dict[str, Any]) -> Any:
+    state["inner"]["x"] = torch.ones(1)
+    return [state["inner"]]
+
+
+class Remember(nn.Module):
+    def forward(self, x: torch.Tensor, past: list[torch.Tensor]) -> torch.Tensor:
+        past.append(x)
+        return x
+
+
+def test_a_list_is_changed_also_where_its_new_tensor_is_returned(cluster, told):
+    """The caller has the tensor, but not in its list."""
+    rpc.rpc_sync("a", append_and_return, args=(torch.ones(1), []))
+    RemoteModule("a", Remember)(torch.ones(1), [])
+    assert told() == ["worker 'a': argument 1 of append_and_return", "worker 'a': argument 1 of Remember.forward"]
+    rpc.rpc_sync("a", put_and_return_the_inner, args=({"inner": {}},))
+    assert told() == []
 
 
 def test_a_remote_module_that_is_called_by_names_only(cluster, told):

@@ -26,6 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from .._torch import current_graph_task_id
+from ..primitives import current
 from . import devices, nodes
 from .leaves import Capture
 from .local_graph import Graph
@@ -107,11 +108,13 @@ def _apply(own_node: weakref.ref[Any], *gradients: Any) -> Any:
     apply = functools.partial(type(node).apply, node, *gradients)
     if call is None or not call.is_beside_devices():
         return apply()
-    return devices.on_own_thread(functools.partial(_apply_apart, apply, call.capture))
+    return devices.on_own_thread(functools.partial(_apply_apart, apply, call.capture, node.preserve_rng_state))
 
 
-def _apply_apart(apply: Callable[[], Any], around: Capture | None) -> Any:
+def _apply_apart(apply: Callable[[], Any], around: Capture | None, preserves: bool) -> Any:
     _apart.around = around
+    if preserves:
+        current.recomputes.set(current.process_id)  # calls on this thread are not made inside of torch's engine
     return apply()
 
 

@@ -86,10 +86,11 @@ class EngineCall:
         self.context_id = local.context.id
         self.worker: Any = host
         if local.is_root:
-            self.serving = current.serving.get()
+            self.serving, self.recomputes = current.serving.get(), current.recomputes.get()
         else:
             root = host.name_of(local.pass_id >> COUNTER_BITS)
             self.serving = current.Serving(root, local.pass_id, local.deadline, local.depth)
+            self.recomputes = 0
 
     def run(self) -> None:
         """Runs torch's engine. Raises what users' code raises in it."""

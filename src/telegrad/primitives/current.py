@@ -6,6 +6,8 @@ the worker it runs on. Elsewhere the process's default worker (the one of init_r
 
 from __future__ import annotations
 
+import os
+import secrets
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -27,13 +29,25 @@ class Serving(msgspec.Struct, eq=False):
     message_id: int
     deadline: float | None  # clock.now() by which the caller wants its answer
     depth: int  # 1 for a call made by a program's own code, 2 for one made while serving that, ...
-    recomputes: bool = False  # it is a part of a checkpoint's recomputation, and so are the calls that it makes
 
 
 worker_var: ContextVar[Worker | None] = ContextVar("telegrad_worker", default=None)
 serving: ContextVar[Serving | None] = ContextVar("telegrad_serving", default=None)
 context_id: ContextVar[int] = ContextVar("telegrad_context", default=0)  # of autograd; 0: none
 pass_id: ContextVar[int] = ContextVar("telegrad_pass", default=0)  # of the pass in whose hooks this code runs
+# The process with a checkpoint that has this code run again in the backward pass, so that the calls that it makes are
+# a part of that, too; 0: none. See runtime/recomputing.py.
+recomputes: ContextVar[int] = ContextVar("telegrad_recomputes", default=0)
+process_id = 0  # of this process, on all machines
+
+
+def _new_process() -> None:
+    global process_id
+    process_id = secrets.randbits(62) + 1
+
+
+_new_process()
+os.register_at_fork(after_in_child=_new_process)
 
 
 class EnginePass(Protocol):
@@ -42,6 +56,7 @@ class EnginePass(Protocol):
     worker: Any
     pass_id: int
     serving: Serving | None
+    recomputes: int
 
     @property
     def context_id(self) -> int: ...
@@ -105,6 +120,14 @@ def current_serving() -> Serving | None:
     if found is not None or current_graph_task_id() < 0 or (pass_ := engine_pass()) is None:
         return found
     return pass_.serving
+
+
+def current_recomputes() -> int:
+    """The process with a checkpoint that has this code run again; 0: none."""
+    found = recomputes.get()
+    if found or current_graph_task_id() < 0 or (pass_ := engine_pass()) is None:
+        return found
+    return pass_.recomputes
 
 
 def current_context_id() -> int:

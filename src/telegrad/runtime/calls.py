@@ -50,7 +50,7 @@ from .call_errors import not_added, why_no_answer, why_not_sent
 from .peers import Peer, Peers
 from .pending import UNSET_TIMEOUT, PendingCall, PendingCalls, effective_timeout
 from .reader import Reader
-from .recomputing import is_recomputing
+from .recomputing import recomputing_process, run_as_part
 from .threads import Threads
 
 if TYPE_CHECKING:
@@ -131,14 +131,12 @@ class Calls:
         if type(args) is not tuple or (kwargs is not None and type(kwargs) is not dict):
             args, kwargs = checked(args, kwargs)
         body = Call(function, args, kwargs)
-        of_devices: Sequence[torch.device] = ()
+        of_devices = devices if devices and getattr(function, "__qualname__", "") in self._device_functions else ()
         for value in body.args:
             if isinstance(value, Tensor) and not value.is_cpu:
                 use_devices()
                 of_devices = devices
                 break
-        if devices and getattr(function, "__qualname__", "") in self._device_functions:
-            of_devices = devices
         future = Future(self._wait_for, self._log_later, of_devices)
         if thread.critical:
             self.threads.submit_from_finaliser(partial(self._call_later, to, body, timeout, future))
@@ -191,9 +189,9 @@ class Calls:
         modes = None
         if not is_grad_enabled() or is_inference_mode_enabled() or is_any_autocast_enabled() or is_anomaly_enabled():
             modes = current_modes()
-        if in_engine or (serving is not None and serving.recomputes):
-            if connection.transport != "inproc" and ((serving is not None and serving.recomputes) or is_recomputing()):
-                modes = replace(modes or Modes(), recomputes=True)
+        if recomputes := recomputing_process() if in_engine else current.recomputes.get():
+            modes = replace(modes or Modes(), recomputes=recomputes)
+            call.recomputes = recomputes
         envelope = Envelope(_CALL, call.id, 0, limit, depth, modes)
         if maps := worker.options.device_maps:
             envelope.device_map = maps.get(call.peer)
@@ -357,7 +355,9 @@ class Calls:
             self.threads.submit(partial(self._complete_future, call))
 
     def _complete_future(self, call: PendingCall) -> None:
-        future = call.future
+        future, recomputes = call.future, call.recomputes
+        if recomputes != current.recomputes.get():
+            return run_as_part(recomputes, partial(self._complete_future, call))
         assert future is not None
         thread = current.thread
         before = thread.critical

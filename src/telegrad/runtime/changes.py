@@ -1,25 +1,32 @@
 """Arguments that a function changes in place: it has changed copies, and its caller is told once.
 
-    Sample.takes(call)        whether this call is watched
-    watch(call)               before the function runs: the versions of the tensors in its arguments
-    changed(watched, result)  after it: the arguments with a tensor that is new or was written to
+    watch(call, name, sample)   before the function runs: the versions of the tensors in its arguments
+    changed(watched, result)    when its result is there: the arguments with a tensor that is new or was written to
 
-A tensor that the function returns does not count, since the caller has it. Nor does one that was taken out of a
-container: functions take apart the dicts that they are given.
+Where all arguments are tensors, or what no one can change, each call is watched: that costs half a microsecond. To look
+into containers and objects costs several, so a Sample of the calls is taken for that.
+
+What the function returns does not count, since the caller has it: a tensor that was written to, a container that has
+another tensor in it. Nor does a tensor that was taken out of a container: functions take apart the dicts that they are
+given.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
+from weakref import ref
 
+import msgspec
 from torch import Tensor
 from torch.nn import Buffer, Module, Parameter
 
 from ..messages import Call
 from ..serialization.handles import Handle
+from .profiled_calls import value_of
 
 PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes))  # arguments that no one can change
 
@@ -27,20 +34,40 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Name = Callable[[], str]  # makes the name of a user's function
 
 _TENSORS = frozenset((Tensor, Parameter, Buffer))  # other classes have rules of their own
+_FLAT = PLAIN | _TENSORS
+_UNKNOWN = lambda: None, 0
+_VERSION, _NONE = repeat("_version"), repeat(None)
 _SEQUENCES = (list, tuple)
 _SETS = (set, frozenset, deque)
 _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, Handle, Tensor)
 _MOST = 300  # objects that are looked at in one argument, and elements of each
-_ALL, _ONE_IN = 64, 16  # of a function's calls so many are watched, and of those after them one in so many
+_ALL, _ONE_IN = 64, 16  # of a function's calls so many are looked into, and of those after them one in so many
 _MOST_COUNTED = 10_000  # functions and values
 _LONG = 16  # elements; a longer list with plain ones at both ends is one of numbers
 
 # By the ids of functions of telegrad's own that call one of the user's: gives its name and arguments.
 _of_users: dict[int, Callable[..., tuple[Name, Arguments]]] = {}
 
-# The arguments of a call, by position and name; the versions of those that are tensors, and of the tensors in others by
-# their ids: a function may let go of their memory.
-Watched = tuple[Name | None, tuple[Any, ...], dict[str, Any], list[Any]]
+
+class Watched(msgspec.Struct, eq=False, weakref=True):
+    """A call, and what its arguments were like before it."""
+
+    call: Call
+    name: str
+    values: tuple[Any, ...]  # the arguments, by position and by name
+    # Of each: the version of a tensor; or the tensors inside with their versions, by their ids, which others may have
+    # when the function has let go of them; None: no one can change it.
+    versions: list[Any]
+    is_flat: bool  # nothing is inside of them
+
+    def user_name(self) -> str:
+        return self.split()[0]()
+
+    def split(self) -> tuple[Name, Arguments]:
+        """The name and the arguments of the user's function."""
+        args, kwargs = self.call.args, self.call.kwargs or {}
+        split = _of_users.get(id(self.call.function))
+        return (lambda: self.name, (args, kwargs)) if split is None else split(*args, **kwargs)
 
 
 def calls_users(function: Callable[..., Any], split: Callable[..., tuple[Name, Arguments]]) -> None:
@@ -49,8 +76,8 @@ def calls_users(function: Callable[..., Any], split: Callable[..., tuple[Name, A
 
 
 class Sample:
-    """Chooses the calls whose arguments are watched: the first ones of each function, then a few. One that changes its
-    arguments does so early, and to look at many tensors in each call costs some microseconds."""
+    """Chooses the calls whose arguments are looked into: the first ones of each function, then a few. One that changes
+    its arguments does so early."""
 
     def __init__(self) -> None:
         self._counts: dict[Any, int] = {}  # calls by function, and by its value for a method
@@ -71,68 +98,88 @@ class Sample:
         return True
 
 
-def watch(call: Call) -> Watched:
-    """Notes the versions of the tensors in the arguments of a call."""
-    name, args, kwargs = None, call.args, call.kwargs or {}
-    if (split := _of_users.get(id(call.function))) is not None:
-        name, (args, kwargs) = split(*args, **kwargs)
-    versions = [_versions(value) for value in args]
-    if kwargs:
-        versions += [_versions(value) for value in kwargs.values()]
-    return name, args, kwargs, versions
+def watch(call: Call, name: str, sample: Sample) -> Watched | None:
+    """Notes the versions of the tensors in the arguments of a call; None: this one is not watched."""
+    values = (*call.args, *call.kwargs.values()) if call.kwargs else call.args
+    if _FLAT.issuperset(map(type, values)):
+        return Watched(call, name, values, _versions(values), True)
+    if not sample.takes(call, name):
+        return None
+    watched = Watched(call, name, values, [], False)
+    args, kwargs = watched.split()[1]
+    watched.values = (*args, *kwargs.values())
+    watched.versions = [value._version if type(value) in _TENSORS else _versions_in(value) for value in watched.values]
+    return watched
 
 
 def changed(watched: Watched, result: Any) -> str:
     """Says which arguments were changed; empty: none."""
-    _, args, kwargs, versions = watched
-    found: list[tuple[int, list[Tensor]]] = []
-    for place, before in enumerate(versions):
+    if watched.is_flat and watched.versions == _versions(watched.values):
+        return ""
+    found: list[tuple[int, list[Any]]] = []  # by place: what the caller has to have for each change
+    for place, before in enumerate(watched.versions):
         if before is None:
             continue
-        value = args[place] if place < len(args) else list(kwargs.values())[place - len(args)]
+        value = watched.values[place]
         if type(before) is int:
             if value._version != before:
                 found.append((place, [value]))
-        elif tensors := [tensor for tensor in _tensors_in(value) if before.get(id(tensor)) != _version(tensor)]:
-            found.append((place, tensors))
+            continue
+        tensors, holders = _inside_of(value)
+        changes = []
+        for tensor, holder in zip(tensors, holders, strict=True):
+            known, version = before.get(id(tensor), _UNKNOWN)
+            if known() is not tensor:
+                changes.append(holder)
+            elif version != _version(tensor):
+                changes.append(tensor)
+        if changes:
+            found.append((place, changes))
     if not found:
         return ""
-    returned = {id(tensor) for each in _tensors_in([result]) for tensor in (each, each._base)}
+    tensors, holders = _inside_of([value_of(result)])
+    returned = {id(each) for tensor in tensors for each in (tensor, tensor._base)}.union(map(id, holders))
+    args, kwargs = watched.split()[1]
     names = [*map(str, range(len(args))), *map(repr, kwargs)]
+    names = [""] * (len(watched.values) - len(names)) + names  # what is for telegrad's own function comes first
     return " and ".join(
-        f"argument {names[place]}" for place, tensors in found if not returned.issuperset(map(id, tensors))
+        f"argument {names[place]}" for place, changes in found if not returned.issuperset(map(id, changes))
     )
 
 
-def _versions(value: Any) -> Any:
-    kind = type(value)
-    if kind is Tensor:
-        return value._version
-    return None if kind in PLAIN else {id(tensor): _version(tensor) for tensor in _tensors_in(value)}
+def _versions(values: Sequence[Any]) -> list[int | None]:
+    return [*map(getattr, values, _VERSION, _NONE)]  # in C
+
+
+def _versions_in(value: Any) -> Any:
+    if type(value) in PLAIN:
+        return None
+    return {id(tensor): (ref(tensor), _version(tensor)) for tensor in _inside_of(value)[0]}
 
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version  # these have none
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
-    """Finds the tensors in containers and in the attributes of objects, and runs no user's code."""
+def _inside_of(value: Any) -> tuple[list[Tensor], list[Any]]:
+    """Finds the tensors in containers and in the attributes of objects, and what each of them is in. Runs no user's
+    code."""
     found: list[Tensor] = []
-    left, seen = [[value]] if type(value) in _TENSORS else [value], {id(value)}
+    holders: list[Any] = []
+    left, seen = [value], {id(value)}
     for value in left:  # which grows
         kind = type(value)
         for item in value if (kind is list or kind is tuple) and len(value) <= _LONG else _inside(value):
             kind = type(item)
-            if kind is Tensor:
-                found.append(item)
-            elif kind in PLAIN:
+            if kind in PLAIN:
                 pass
             elif kind in _TENSORS:
                 found.append(item)
+                holders.append(value)
             elif id(item) not in seen and len(left) < _MOST:
                 seen.add(id(item))
                 left.append(item)
-    return found
+    return found, holders
 
 
 def _inside(value: Any) -> Sequence[Any]:

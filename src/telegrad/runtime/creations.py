@@ -24,6 +24,7 @@ from ..references.entries import Entry, Held
 from ..serialization.torch_objects import takes_tensors_only
 from .calls import Calls, To
 from .pending import PendingCall, limit_here
+from .recomputing import recomputing_process, run_as_part
 
 if TYPE_CHECKING:
     from ..worker import Worker
@@ -79,7 +80,8 @@ class Creations:
         entry.creation = PendingCall(entry.id, "", self._peers.name_of(owner), limit, None)
         self._calls.fail(entry.creation, partial(CallTimeoutError, text))
         entry.handles += 1  # the message's
-        self._threads.submit(partial(again, partial(self._send, entry, Call(body.function, args, kwargs), None)))
+        send = partial(self._send, entry, Call(body.function, args, kwargs), None)
+        self._threads.submit(partial(run_as_part, recomputing_process(), partial(again, send)))
         return entry
 
     def _as_now(self) -> Callable[[Callable[[], None]], None]:
@@ -149,7 +151,7 @@ class Creations:
             else:
                 interruptible(future.set_result, None)
 
-        self._threads.submit(complete)
+        self._threads.submit(partial(run_as_part, call.recomputes, complete))
         return future
 
 

@@ -46,6 +46,7 @@ class PendingCall(Waiter, eq=False):
     sent: bool = False  # until then the thread that sends it watches its deadline
     claimed: bool = False  # the answer was read, and is being handed on
     profiled: ProfiledCall | None = None  # of a caller that is profiled
+    recomputes: int = 0  # the process whose checkpoint makes it again; 0: none
     reading: bool = False  # its caller holds the read lease since before it was written
 
     def left(self) -> float | None:

@@ -55,6 +55,8 @@ _REPLY = int(Kind.REPLY)
 SLOW = 3e-4  # seconds; a function that took longer had better not run on a thread that holds the lease
 _MOST_SLOW = 10_000  # names
 
+Look = Callable[[Any], str]  # at a call and its result: says which arguments were changed in place
+
 ASYNC_MARK = "_wrapped_async_rpc_function"  # torch's own name, so its decorator works too
 MAY_WAIT = "_telegrad_may_wait"  # on functions of telegrad's own: a future that one returns is waited for
 
@@ -70,8 +72,7 @@ class Server:
         self._slow: set[str] = set()  # functions that took long the last time
         self._commits = worker.engine.parts.commits  # see Note [.grad before the next call]
         self._sample = Sample()
-        # By message id: for calls of checkpoints whose functions have returned a future. Its operations are atomic.
-        self._to_check: dict[int, Callable[[], None]] = {}
+        self._kept: weakref.WeakValueDictionary[str, Watched] = weakref.WeakValueDictionary()  # by function
         self._told: set[tuple[str, str]] = set()  # callers and functions: that its arguments were changed
         self._closed = False
         self.calls_served = 0
@@ -98,9 +99,9 @@ class Server:
         caller = connection.peer.name
         self._serving[envelope.id] = caller
         self.calls_served += 1
-        recomputes = envelope.modes is not None and envelope.modes.recomputes
-        token = current.serving.set(current.Serving(caller, envelope.id, deadline, envelope.depth, recomputes))
-        autograd = envelope.autograd
+        token = current.serving.set(current.Serving(caller, envelope.id, deadline, envelope.depth))
+        autograd, recomputes = envelope.autograd, envelope.modes.recomputes if envelope.modes is not None else 0
+        recomputes_token = current.recomputes.set(recomputes) if recomputes else None
         if autograd is not None:
             context_token = current.context_id.set(autograd.context)
             pass_token = current.pass_id.set(autograd.during)
@@ -112,13 +113,13 @@ class Server:
                 )
             if envelope.modes is None:
                 try:
-                    result, is_async, changed = self._run(message)
+                    result, look, changed = self._run(message)
                 finally:
                     if is_changed():
                         restore_defaults()
             else:
                 with applied(envelope.modes):
-                    result, is_async, changed = self._run(message)
+                    result, look, changed = self._run(message)
         except BaseException as error:
             self._answer_failure(connection, envelope, deadline, error)
             return
@@ -127,16 +128,18 @@ class Server:
             if autograd is not None:
                 current.context_id.reset(context_token)
                 current.pass_id.reset(pass_token)
+            if recomputes_token is not None:
+                current.recomputes.reset(recomputes_token)
         del message
-        if is_async:
+        if look is not None:
             # This thread is free: the answer is sent when the future completes.
-            result.add_done_callback(partial(self._on_future, connection, envelope, deadline))
+            result.add_done_callback(partial(self._on_future, connection, envelope, deadline, look))
         else:
             self._answer(connection, envelope, deadline, result, changed)
 
-    def _run(self, message: Incoming) -> tuple[Any, bool, str]:
-        """Runs the function: its result; whether that is a future whose value is the answer; and which arguments were
-        changed in place, if the caller was not told yet."""
+    def _run(self, message: Incoming) -> tuple[Any, Look | None, str]:
+        """Runs the function. Returns its result; what looks at the call when that is done, if it is a future whose
+        value is the answer; and else, which arguments were changed in place, if the caller was not told yet."""
         envelope, thread = message.envelope, current.thread
         try:
             call = self._worker.decode(envelope, message.frames)
@@ -159,10 +162,11 @@ class Server:
         if name in self._slow and thread.relieve is not None:
             thread.relieve()
         watched = None
-        if (call.kwargs or not PLAIN.issuperset(map(type, call.args))) and not hasattr(function, ASYNC_MARK):
-            if self._sample.takes(call, name):
-                watched = watch(call)
-        recomputes = None if envelope.modes is None or not envelope.modes.recomputes else Recomputation()
+        if call.kwargs or not PLAIN.issuperset(map(type, call.args)):
+            watched = watch(call, name, self._sample)
+        recomputation = None
+        if envelope.modes is not None and envelope.modes.recomputes not in (0, current.process_id):
+            recomputation = Recomputation()
         began = clock.now()
         try:
             thread.critical = 0  # users' code: see interrupts.py
@@ -172,38 +176,51 @@ class Server:
                 result = self._run_profiled(envelope, call, name)
         finally:
             thread.critical = 1
-        is_async = hasattr(function, ASYNC_MARK)
-        if recomputes is not None and not is_async:
-            recomputes.check(self._worker.name, name)
         if clock.now() - began > SLOW:
             if len(self._slow) < _MOST_SLOW:
                 self._slow.add(name)
         elif name in self._slow:
             self._slow.discard(name)
-        if is_async:
+        waits = hasattr(function, MAY_WAIT) and isinstance(result, BaseFuture)
+        if hasattr(function, ASYNC_MARK):
             if not isinstance(result, BaseFuture):
                 raise RuntimeError(
                     "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                     f"{name} returned a {type(profiled_calls.value_of(result)).__name__}"
                 )
-            if recomputes is not None:
-                self._to_check[envelope.id] = partial(recomputes.check, self._worker.name, name)
-            return result, True, ""
-        changes = self._changes_of(envelope, name, watched, result) if watched is not None else ""
-        return result, hasattr(function, MAY_WAIT) and isinstance(result, BaseFuture), changes
+            waits = True
+        if waits:
+            if watched is not None and not BaseFuture.done(result) and not self._may_keep(watched):
+                watched = None
+            return result, partial(self._look, envelope, name, watched, recomputation), ""
+        if watched is None and recomputation is None:
+            return result, None, ""
+        return result, None, self._look(envelope, name, watched, recomputation, result)
 
-    def _changes_of(self, call: Envelope, name: str, watched: Watched, result: Any) -> str:
-        """Says which arguments a function has changed in place, the first time that it does so for a caller."""
-        what = changed(watched, profiled_calls.value_of(result))
-        if not what:
+    def _may_keep(self, watched: Watched) -> bool:
+        """Says whether the arguments of a call may be kept until its future is done: of each function those of one
+        call at a time, since they may be large."""
+        name = watched.user_name()
+        if name in self._kept:
+            return False
+        self._kept[name] = watched
+        return True
+
+    def _look(
+        self, call: Envelope, name: str, watched: Watched | None, recomputation: Recomputation | None, result: Any
+    ) -> str:
+        """Looks at a call whose result is there: refuses the result if a checkpoint could not use it, and says which
+        arguments were changed in place, the first time that the function does so for a caller."""
+        if recomputation is not None:
+            recomputation.check(self._worker.name, name)
+        if watched is None or not (what := changed(watched, result)):
             return ""
-        name = name if watched[0] is None else watched[0]()
-        key = (self._serving.get(call.id, ""), name)
+        key = (self._serving.get(call.id, ""), watched.user_name())
         if key in self._told:
             return ""
         if len(self._told) < _MOST_SLOW:
             self._told.add(key)
-        return f"{what} of {name}"
+        return f"{what} of {key[1]}"
 
     def _run_profiled(self, envelope: Envelope, call: Call, name: str) -> Any:
         """Runs the function: its result, with what it cost where the caller asks for that."""
@@ -215,19 +232,21 @@ class Server:
             return profiled_calls.run(settings, worker.id, partial(call.function, *call.args, **kwargs))
 
     @finaliser
-    def _on_future(self, connection: Connection, call: Envelope, deadline: float | None, future: Any) -> None:
-        self._threads.submit(partial(self._answer_future, connection, call, deadline, future))
+    def _on_future(
+        self, connection: Connection, call: Envelope, deadline: float | None, look: Look, future: Any
+    ) -> None:
+        self._threads.submit(partial(self._answer_future, connection, call, deadline, look, future))
 
-    def _answer_future(self, connection: Connection, call: Envelope, deadline: float | None, future: Any) -> None:
-        check = self._to_check.pop(call.id, None) if self._to_check else None
+    def _answer_future(
+        self, connection: Connection, call: Envelope, deadline: float | None, look: Look, future: Any
+    ) -> None:
         try:
             result = BaseFuture.wait(future)  # and not value(): this thread's streams wait for those that made it
-            if check is not None:
-                check()
+            changed = look(result)
         except BaseException as error:
             self._answer_failure(connection, call, deadline, error)
         else:
-            self._answer(connection, call, deadline, result)
+            self._answer(connection, call, deadline, result, changed)
 
     def _answer(
         self, connection: Connection, call: Envelope, deadline: float | None, result: Any, changed: str = ""
