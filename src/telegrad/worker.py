@@ -305,7 +305,7 @@ class Worker:
                 gone = f"worker {call.peer!r} is gone, with the call of {call.function} unanswered: {reason}"
                 self.calls.fail(call, partial(PeerLostError, gone))
             self.references.on_lost(connection.peer.id, connection.peer.name)
-            self._codec.forget(connection.peer.id)
+            self._codec.forget(connection.peer.id, self._threads.submit)
             if connection.peer.is_observer:
                 return  # it had no part in anything else
             self.engine.on_lost(connection.peer.id, connection.peer.name, reason)

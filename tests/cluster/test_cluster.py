@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import telegrad
-from telegrad import errors, rpc
+from telegrad import errors, functions, rpc
 
 PATIENCE = 30.0
 
@@ -394,4 +394,52 @@ def test_a_fork_of_a_worker_does_not_go_on_serving(server, ending, code):
             ended, shown = cluster.call("a", forked)
             assert ended == code and shown.endswith(texts.get(ending, ""))
         assert x.grad == 2
+        assert [cluster.call(name, abs, -1) for name in "ab"] == [1, 1]
+
+
+class ForksWhenPickled:
+    """Arrives as what fork_and() has told."""
+
+    def __reduce__(self) -> tuple[object, tuple[object]]:
+        return tuple, (fork_and("exits"),)
+
+
+class ForksWhenUnpickled:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return fork_and, ("exits",)
+
+
+def echo(x: object) -> object:
+    return x
+
+
+def send_from_here(to: str, kind: type) -> object:
+    return rpc.rpc_sync(to, echo, args=(kind(),))
+
+
+@functions.async_execution
+def call_back(to: str, way: str) -> torch.futures.Future:
+    answer = rpc.rpc_async(to, echo, args=(1,))
+    if way == "then":
+        return answer.then(lambda _: fork_and("exits"))
+    found = torch.futures.Future()
+    answer.add_done_callback(lambda _: found.set_result(fork_and("exits")))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (echo, (ForksWhenUnpickled(),)),
+        (ForksWhenPickled, ()),
+        (send_from_here, ("b", ForksWhenPickled)),
+        (send_from_here, ("b", ForksWhenUnpickled)),
+        (call_back, ("b", "then")),
+        (call_back, ("b", "add_done_callback")),
+    ],
+)
+def test_a_fork_ends_with_its_exit_code_wherever_users_code_makes_it(server, function, args):
+    """Though others would make an error of it: pickle's caller, and torch, which runs callbacks."""
+    with telegrad.LocalCluster(["a", "b"], server=server, options=telegrad.Options(rpc_timeout=PATIENCE)) as cluster:
+        assert tuple(cluster.call("a", function, *args)) == (5, "")
         assert [cluster.call(name, abs, -1) for name in "ab"] == [1, 1]

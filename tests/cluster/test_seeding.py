@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -16,8 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import telegrad
 from telegrad import errors, rpc
+from telegrad.cluster import seeding
 from telegrad.cluster.seeding import seed_of
+from telegrad.messages import Member
 from telegrad.nn import RemoteModule
+from telegrad.rendezvous.group import Group
 
 Drawn = tuple[list[float], float, float]
 
@@ -49,6 +53,31 @@ def test_a_workers_numbers_follow_from_seed_and_name(server):
         assert drawn_by(cluster, "b", "a") == first
     with telegrad.LocalCluster(["a", "b"], server=server, seed=2) as cluster:
         assert drawn_by(cluster, "a", "b") != first
+
+
+def test_seeding_all_workers_has_the_time_limit_of_one_call(jumping_clock, monkeypatch):
+    """It asks the store, then the workers, and both may be silent."""
+    limits: list[float | None] = []
+    members = Group.members
+
+    def slow(self: Group, timeout: float | None = None) -> list[Member]:
+        limits.append(timeout)
+        jumping_clock.jump(6.0)
+        return members(self, timeout)
+
+    def ask(*args: Any) -> Any:
+        limits.append(args[-1])
+        return {}, {}
+
+    with telegrad.LocalCluster(["a"], transport="inproc"):
+        rpc.rpc_sync("a", abs, args=(1,))
+        jumping_clock.stop()
+        monkeypatch.setattr(Group, "members", slow)
+        monkeypatch.setattr(seeding, "ask", ask)
+        telegrad.manual_seed(1)
+        rpc.rpc_sync("a", telegrad.manual_seed, args=(1,), timeout=10.0)  # and that of the call it is made in
+        jumping_clock.jump(60.0)
+    assert limits == [60.0, 54.0, 10.0, 4.0]
 
 
 def test_the_seed_is_the_drivers_by_default(server):

@@ -75,6 +75,76 @@ def test_a_root_that_waits_for_nothing_but_reports_ends_in_time(workers, jumping
         check_shows_nothing(context_id)
 
 
+def hooked_leaf() -> Tensor:
+    """Only the first pass that comes to it waits in its hook."""
+    found, first = torch.ones(3, requires_grad=True), iter([wait_at_gate])
+    found.register_post_accumulate_grad_hook(lambda _: next(first, lambda place: None)("leaf"))
+    return found
+
+
+@pytest.mark.parametrize("place", ["b", "driver"])
+def test_a_pass_that_waits_for_the_hooks_of_another_one_ends_in_time(workers, place):
+    """And its part at the worker where it waits ends with it."""
+    leaf = hooked_leaf()
+    leaves_of_b.append(leaf)
+
+    def backward(timeout: float) -> None:
+        with autograd.context() as context_id:
+            if place == "b":
+                loss = rpc.rpc_sync("b", times_leaf_of_b, args=(torch.ones(3, requires_grad=True),))
+            else:
+                loss = rpc.rpc_sync("b", programs.twice, args=(leaf * 1,))
+            autograd.backward(context_id, [loss.sum()], timeout=timeout)
+
+    first = InThread(backward, PATIENCE)
+    wait_for_arrival("leaf")
+    try:
+        error = InThread(backward, 0.5).wait(PATIENCE / 2).error
+        assert "timeout (500 ms)" in str(error)
+        held_up = "'driver'] are not done: another pass runs the hooks of a leaf of shape (3,)"
+        assert (held_up in str(error)) == (place == "driver")
+        wait_until(lambda: len(workers["b"].engine.parts) == 1, "only the first pass has a part there")
+    finally:
+        open_gate("leaf")
+        leaves_of_b.clear()
+    assert first.wait().error is None
+
+
+leaves_of_b: list[Tensor] = []
+
+
+def times_leaf_of_b(x: Tensor) -> Tensor:
+    return x * leaves_of_b[0]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_asking_what_a_failed_pass_awaits_is_part_of_its_time_limit(workers, monkeypatch, lost):
+    """The one that is asked may be frozen."""
+    engine, b = workers["driver"].engine, workers["b"]
+    asked: list[float] = []  # seconds by which the question would end after the deadline
+
+    def lose(*_: Any) -> None:
+        if lost:
+            engine.host.submit(lambda: engine.on_lost(b.id, "b", "in this test"))
+
+    def ask(*args: Any) -> Any:
+        asked.append(clock.now() + args[-1] - began - 0.3)
+        return {}, {}
+
+    with autograd.context() as context_id:
+        loss = forward()
+        monkeypatch.setattr(engine.host, "ask", ask)
+        monkeypatch.setattr(b.engine, "on_message", lose)
+        began = clock.now()
+        with pytest.raises(
+            errors.BackwardError, match="'b' is gone" if lost else r"timeout \(300 ms\).*nothing was heard"
+        ):
+            autograd.backward(context_id, [loss], timeout=0.3)
+        monkeypatch.undo()
+    assert len(asked) == 1
+    assert asked[0] < 0.2  # the time limit counts from a moment later
+
+
 def test_a_hook_of_the_root_that_waits_for_an_earlier_call():
     """While a thread waits in users' code, another one reads."""
     with telegrad.LocalCluster(["b", "c"], transport="inproc"), autograd.context() as context_id:

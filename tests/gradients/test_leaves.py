@@ -27,6 +27,11 @@ def node_of(leaf: torch.Tensor):
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
+def take(lock: threading.Lock, held_by: str) -> None:
+    """As a pass does, for a leaf whose turn another one has."""
+    assert lock.acquire(timeout=PATIENCE), held_by
+
+
 by_engine = True
 
 
@@ -49,7 +54,7 @@ def capture_backward(
     nodes = [node_of(leaf) for leaf in leaves]
     if by_engine and (captured := Captured.of(nodes)) is not None:
         return captured.gather(capture_by_engine(loss, captured, create_graph=create_graph))
-    capture = Capture(lambda: True)
+    capture = Capture(lambda: True, take)
     capture.watch(nodes)
     try:
         loss.backward(create_graph=create_graph)
@@ -279,7 +284,7 @@ def test_another_threads_backward_through_the_same_leaf_is_left_alone(hooked):
     if hooked:
         weight.register_post_accumulate_grad_hook(lambda leaf: None)
     own = threading.get_ident()
-    capture = Capture(lambda: threading.get_ident() == own)
+    capture = Capture(lambda: threading.get_ident() == own, take)
 
     def make(gradient):
         thread = threading.Thread(target=lambda: (weight * 5).sum().backward())
@@ -304,7 +309,7 @@ def test_two_captures_at_once_each_take_their_own():
     def run(factor: int) -> None:
         own = threading.get_ident()
         for _ in range(20):
-            capture = Capture(lambda: threading.get_ident() == own)
+            capture = Capture(lambda: threading.get_ident() == own, take)
             loss = (weight * factor).sum()
             capture.watch([node_of(weight)])
             loss.backward()

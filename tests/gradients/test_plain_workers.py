@@ -23,7 +23,7 @@ import telegrad
 from telegrad import _torch, autograd, errors, rpc
 from telegrad.events import logger
 from telegrad.gradients.plain import Plain
-from telegrad.gradients.rooted_pass import _LEAST_LOOKING, looking_time
+from telegrad.gradients.rooted_pass import looking_time
 from telegrad.gradients.seam import PlainEngine
 from telegrad.optim.owner import settle
 from telegrad.primitives import clock, current
@@ -198,7 +198,7 @@ def test_a_pass_in_which_nothing_moves():
 
 @pytest.mark.parametrize("patience", [0.4, 3.0, 60.0])
 def test_asking_whether_something_moves_is_part_of_the_time_limit(patience):
-    assert patience - looking_time(patience) + max(looking_time(patience), _LEAST_LOOKING) <= patience + 1.0
+    assert patience / 20 < looking_time(patience) <= patience / 2
 
 
 def test_others_are_asked_before_the_time_limit_is_over(monkeypatch):
@@ -209,6 +209,7 @@ def test_others_are_asked_before_the_time_limit_is_over(monkeypatch):
         engine = current_worker().engine
         monkeypatch.setattr(b.engine, "on_message", lambda *args: None)  # what is sent there is lost
         asked: list[float] = []
+        patience = engine.backward_timeout - looking_time(engine.backward_timeout)
         waited: set[float | None] = set()  # until the others were asked
 
         def ask(*args: Any) -> Any:
@@ -220,11 +221,10 @@ def test_others_are_asked_before_the_time_limit_is_over(monkeypatch):
         loss = rpc.rpc_sync("b", torch.mul, args=(ones(), 2)).sum()
         with pytest.raises(errors.BackwardError, match="nothing has moved"):
             loss.backward()
-        assert waited == {1.5}
-        first, again, for_the_error = asked
-        assert 0.9 < first <= 1.0
-        assert again <= 0.75  # after a pause of a quarter, by the same deadline
-        assert for_the_error <= 0.5
+        assert waited == {patience}
+        first, again = asked  # and not for the error once more
+        assert patience + first <= 2.0
+        assert again <= 0.75 * first  # after a pause of a quarter, by the same deadline
         monkeypatch.undo()
 
 

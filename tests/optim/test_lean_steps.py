@@ -21,6 +21,7 @@ from telegrad.gradients.commits import Commits
 from telegrad.messages import Envelope, Forget, Kind
 from telegrad.nn.utils import clip_grad_norm_, clip_grad_value_
 from telegrad.optim import DistributedOptimizer, owner
+from telegrad.primitives import clock, current
 from telegrad.primitives.current import current_worker
 from telegrad.rpc import RRef
 
@@ -269,6 +270,29 @@ def test_zero_grad_is_no_call():
     optimizer.zero_grad()
     assert rpc.rpc_sync("a", gradients_of, args=(handles,)) == [None] * 3
     assert rpc.rpc_sync("a", calls_served) == before + 2  # the questions
+
+
+def test_zero_grad_has_the_time_limit_of_one_call(monkeypatch, jumping_clock):
+    """With all of its owners, who may take nothing; and that of the call it is made in."""
+    handles = [handle for name in ("a", "b") for handle in rpc.rpc_sync(name, make_parameters, args=(1,))]
+    optimizer = DistributedOptimizer(optim.SGD, handles, lr=0.1)
+    limits: list[float | None] = []
+
+    def post(to: int, envelope: Envelope, body: Any, timeout: float | None, context: Any) -> None:
+        if envelope.kind == Kind.CLEAR:
+            limits.append(timeout)
+            jumping_clock.jump(1.0)
+
+    jumping_clock.stop()
+    monkeypatch.setattr(current_worker(), "post", post)
+    optimizer.zero_grad()
+    token = current.serving.set(current.Serving("a", 1, clock.now() + 4.0, 1))
+    try:
+        optimizer.zero_grad()
+    finally:
+        current.serving.reset(token)
+        monkeypatch.undo()
+    assert limits == [PATIENCE, PATIENCE - 1.0, 4.0, 3.0]
 
 
 def test_zero_grad_comes_before_all_that_is_sent_later():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +95,24 @@ def test_threads_follow_the_program_of_their_process(number_of_threads: int) -> 
             torch.set_num_threads(0)
         assert torch.set_num_threads is not below
     assert torch.set_num_threads is below
+
+
+def test_a_program_that_has_imported_the_function_by_its_name(number_of_threads: int, monkeypatch) -> None:
+    """Before the worker starts, or while it runs; and afterwards it has torch's own."""
+    below, made = torch.set_num_threads, [types.ModuleType(f"has_it_{when}") for when in ("before", "meanwhile")]
+
+    def import_it(module: types.ModuleType) -> None:
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec("from torch import set_num_threads", vars(module))
+
+    import_it(made[0])
+    with telegrad.LocalCluster(["a"], transport="inproc") as cluster:
+        import_it(made[1])
+        for number, (module, wanted) in enumerate(zip(made, (3, 2), strict=True), 2000):
+            module.set_num_threads(wanted)
+            futures = [cluster.call_async("a", omp_threads_together, number) for _ in range(THREADS)]
+            assert {count for _, count in (future.wait() for future in futures)} == {wanted}
+    assert [module.set_num_threads for module in (torch, torch._C, *made)] == [below] * 4
 
 
 # -- what users' functions leave behind ---------------------------------------------------------------------

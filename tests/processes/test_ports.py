@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -17,10 +18,11 @@ from torch.distributed import HashStore
 import telegrad
 from telegrad import errors, rpc
 from telegrad.cli.observer import Observer
-from telegrad.messages import Member
+from telegrad.messages import Hello, Member
+from telegrad.primitives import clock
 from telegrad.rendezvous.address import connect_store, serve_store
 from telegrad.rendezvous.group import Group
-from telegrad.runtime.routes import addresses_to_dial, why_none
+from telegrad.runtime.routes import addresses_to_dial, dial, why_none
 from telegrad.transport import listening
 from telegrad.worker import Worker
 
@@ -191,6 +193,26 @@ FAR = msgspec.structs.replace(NEAR, host="there")
 )
 def test_which_addresses_are_dialled(member, transports, dialled):
     assert addresses_to_dial(member, "here", transports) == dialled
+
+
+def test_all_addresses_of_a_peer_share_one_time_limit(jumping_clock):
+    """None of them answers, and each has its part of the time."""
+
+    class Silent:
+        given: ClassVar[list[float]] = []
+
+        def connect(self, address: str, hello: Hello, timeout: float) -> None:
+            self.given.append(timeout)
+            jumping_clock.jump(timeout)
+            raise errors.ConnectError("no answer") from TimeoutError()
+
+    jumping_clock.stop()
+    began = clock.now()
+    many = msgspec.structs.replace(FAR, addresses=tuple(f"tcp://127.0.0.1:{port}" for port in range(1, 5)))
+    with pytest.raises(errors.ConnectError, match="no answer; no answer; no answer; no answer"):
+        dial(many, Hello("g", 0, "me"), "here", {"tcp": Silent()}, 8.0)
+    assert clock.now() == began + 8.0
+    assert Silent.given == [2.0] * 4
 
 
 def test_the_text_says_what_to_set_on_which_worker():

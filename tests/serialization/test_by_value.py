@@ -27,6 +27,8 @@ from ends import End, Link
 import telegrad
 from telegrad import rpc
 from telegrad.errors import DecodeError, EncodeError
+from telegrad.primitives.memory import reclaim
+from telegrad.serialization import by_value_cache
 
 TEXT = """
     import functools, threading, torch
@@ -530,6 +532,27 @@ def test_what_a_gone_worker_has_sent_is_forgotten(link, script):
     assert tables(link.far) == NOTHING
 
 
+@pytest.mark.parametrize("clients", [1, 3])
+def test_large_definitions_that_are_forgotten_are_freed(link, script, clients):
+    """Their functions and namespaces refer to each other, and nobody calls the collector."""
+    submitted: list[Any] = []
+    script.weights = torch.zeros((20 << 20) // 4 // clients)
+    for number in range(clients):
+        client = End(3 + number)
+        Link(client, link.far).call(script.add, 1)
+        received = next(f for f in link.far.codec.definitions._received.values() if f.__name__ == "add")
+        weights = weakref.ref(received.__globals__["weights"])
+        del received
+        assert not submitted
+        link.far.codec.forget(client.id, submitted.append)
+    (task,) = submitted
+    task()
+    assert weights() is None
+    link.call(script.scale, 1)
+    link.far.codec.forget(link.near.id, submitted.append)
+    assert submitted == [task]  # that was little
+
+
 def test_what_was_sent_to_a_gone_worker_is_forgotten(link, script):
     link.call(script.scale, 1)
     redefine(script, "def other(): return 1")
@@ -647,13 +670,18 @@ def test_a_call_that_is_not_sent_leaves_nothing_unanswered(pair, script, monkeyp
     assert rpc.rpc_sync("a", script.count) == 1
 
 
-def test_a_worker_forgets_a_peer_with_its_connection(pair, script):
+def test_a_worker_forgets_a_peer_with_its_connection(pair, script, monkeypatch):
     assert rpc.rpc_sync("a", script.count) == 1
     (a,) = [worker for worker in pair._in_process if worker.name == "a"]
     definitions, namespaces = a._codec.definitions, a._codec.namespaces
     assert definitions._received
     (connection,) = a._peers.connections()
+    submitted: list[Any] = []
+    monkeypatch.setattr(by_value_cache, "_MUCH", 1)
+    monkeypatch.setattr(a._threads, "submit", submitted.append)
     a.on_lost(connection, "the test says so")
+    monkeypatch.undo()
+    assert reclaim in submitted
     gc.collect()
     assert not definitions._received
     assert not namespaces._received

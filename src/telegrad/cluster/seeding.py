@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from ..errors import PeerLostError
+from ..primitives import clock
 from ..primitives.current import current_worker
 from ..primitives.untraced import untraced
 from ..rendezvous.group import this_host
 from ..runtime.broadcast import ask
+from ..runtime.pending import limit_here
 
 
 def seed_of(name: str, seed: int) -> int:
@@ -59,13 +61,14 @@ def manual_seed(seed: int) -> torch.Generator:
 
     Raises:
         NotStartedError: there is no worker.
-        CallTimeoutError: a worker did not answer within Options.rpc_timeout.
-        RendezvousError: the group's store does not answer.
+        CallTimeoutError: a worker did not answer in time: the time of one call, Options.rpc_timeout, is for all of it.
+        RendezvousError: the group's store did not.
     """
     worker, seed = current_worker(), checked(seed)
-    seconds = worker.options.rpc_timeout or threading.TIMEOUT_MAX
-    others = [member.id for member in worker.group.members() if member.id != worker.id]
-    _, errors = ask(worker, others, _seed_worker, (seed, _process()), seconds)
+    limit = limit_here(None, worker.options.rpc_timeout)
+    deadline = clock.now() + (threading.TIMEOUT_MAX if limit is None else limit)
+    others = [member.id for member in worker.group.members(limit) if member.id != worker.id]
+    _, errors = ask(worker, others, _seed_worker, (seed, _process()), deadline - clock.now())
     for error in errors.values():
         if not isinstance(error, PeerLostError):
             raise error

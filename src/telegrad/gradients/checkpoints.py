@@ -38,7 +38,7 @@ class Nested(Capture):
     """Takes the gradients of the leaves of a checkpoint's own engine call, for the call around it."""
 
     def __init__(self, around: Capture, roots: Sequence[Any]) -> None:
-        super().__init__(self._is_running, shows=around.shows)
+        super().__init__(self._is_running, around.take, shows=around.shows)
         self.gradients.replaced = dict(around.gradients.replaced)
         self.task = -1
         self._around = around

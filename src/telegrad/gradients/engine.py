@@ -37,16 +37,15 @@ from . import averaged, devices, in_process, seam
 from .backward_pass import ABORT, FINISH, Late, Outcome
 from .contexts import Context, Contexts
 from .ends import Ends
-from .engine_call import LatePassError
 from .host import Host, Task, tell
 from .leaves import GradientTable
 from .local_graph import Graph
-from .local_pass import LocalPass, Roots
+from .local_pass import LatePassError, LocalPass, Roots
 from .outbox import Gradient, Outbox
 from .participant import Parts
 from .pasts import Past
 from .plan import Planner, checked_roots, edge_of
-from .rooted_pass import RootedPass, late_error, looking_time, moves, raise_error
+from .rooted_pass import RootedPass, late_error, limit, looking_time, moves, raise_error
 from .torch_modes import current_modes
 
 Result = TypeVar("Result")
@@ -194,7 +193,8 @@ class Engine:
             if patience is not None:
                 local.patience = patience - looking_time(patience)
                 local.moves = partial(moves, root, self.id, self.host)
-            local.deadline = None if begin.timeout is None else began + begin.timeout  # planning counts in
+            if begin.timeout is not None:
+                limit(root, local, began + begin.timeout, self.host)  # planning counts in
             local.depth = serving.depth + 1 if (serving := current.current_serving()) else 1
             for worker in root.others:
                 theirs = None if wanted is None else wanted.get(worker, ())
@@ -373,7 +373,7 @@ class Engine:
             self._on_part_done(root, self.id)
             return
         if isinstance(error, LatePassError):
-            error = late_error(root, self.host)
+            error = late_error(root, self.host, local.held_up)
         # If the pass was already aborted, the first error wins and this one is dropped.
         self._on(root, root.on_report, self.id, error)
 

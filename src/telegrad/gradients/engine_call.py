@@ -25,7 +25,7 @@ from .holding import free_references, kept
 from .host import Host
 from .leaves import Capture
 from .local_graph import Graph, Node
-from .local_pass import LocalPass
+from .local_pass import InterruptedPassError, LatePassError, LocalPass
 from .outbox import Gradient, Poster
 from .pasts import Member
 from .torch_modes import use_up_warning
@@ -36,14 +36,6 @@ _PUMP_PAUSE = 10  # times as long as the last pump took
 _ONE = torch.ones((), device="cpu")  # the gradient of tokens
 _BEACON = nodes.make_beacon()
 _new_edge: Any = tuple.__new__  # that of a NamedTuple is Python code
-
-
-class InterruptedPassError(GradientError):
-    """Inside the engine: the pass is over, and what is waited for will not come."""
-
-
-class LatePassError(InterruptedPassError):
-    """Inside the engine: the time of the pass is over."""
 
 
 _TAKEN: Any = object()
@@ -191,7 +183,7 @@ class EngineCall:
             return
         for node in checkpoints:
             watch_checkpoint(node)
-        capture = self.capture = Capture(self.is_running, shows=not context.id)
+        capture = self.capture = Capture(self.is_running, local.take, shows=not context.id)
         try:
             capture.watch(leaves)
             self._run_engine(starts, gradients, (), accumulate=True)

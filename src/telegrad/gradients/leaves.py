@@ -20,7 +20,6 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._torch import WeakTensorRef
-from ..errors import GradientError
 from . import adding, devices
 from .adding import accumulated
 from .averaged import averaged
@@ -241,8 +240,6 @@ def own(gradient: torch.Tensor, leaf: Leaf, is_free: bool) -> torch.Tensor:
 # such a module `.grad` is set aside before the engine call, nothing is taken during it, and what is in `.grad` then is
 # the gradient.
 
-_LONGEST_TURN = 60.0  # seconds
-
 
 class _Turn:
     """A pass's turn with the `.grad` of a leaf, which is set aside meanwhile."""
@@ -263,11 +260,9 @@ class _Turn:
 
     def begin(self, leaf: Leaf, holder: Capture, shown: dict[int, Replaced] | None = None) -> None:
         """Sets `.grad` aside. With `shown`, which has what came of turns before in the same pass, a copy stays."""
-        if not self.free.acquire(timeout=_LONGEST_TURN):
-            raise GradientError(
-                f"another pass ran the hooks of a leaf of shape {tuple(leaf.shape)}, or had it in a "
-                f"DistributedDataParallel, for over {_LONGEST_TURN:.0f} s"
-            )
+        if not self.free.acquire(blocking=False):
+            what = f"a leaf of shape {tuple(leaf.shape)}"
+            holder.take(self.free, f"another pass runs the hooks of {what}, or has it in a DistributedDataParallel")
         with adding.touching_grad:
             self._aside, leaf.grad = leaf.grad, None
             self._holder = holder
@@ -328,10 +323,12 @@ def _turn_of(leaf: Leaf) -> _Turn:
 
 class Capture:
     """Takes the gradients of leaves while one engine call runs. `is_ours` says whether it is that call which runs:
-    other threads may run backward through the same leaves. `shows`: hooks see the accumulated `.grad`."""
+    other threads may run backward through the same leaves. `take` takes a lock that another pass holds, or raises.
+    `shows`: hooks see the accumulated `.grad`."""
 
-    def __init__(self, is_ours: Callable[[], bool], *, shows: bool = False) -> None:
+    def __init__(self, is_ours: Callable[[], bool], take: Callable[[Any, str], object], *, shows: bool = False) -> None:
         self.shows = shows
+        self.take = take
         self._is_ours = is_ours
         self._free = _free_references()
         # Guards the gradients: device threads of the engine add at the same time. Reentrant: a finaliser may run in it.

@@ -43,6 +43,17 @@ class Roots(msgspec.Struct, eq=False, frozen=True):
 
 _NO_ROOTS = Roots()
 
+_LONGEST_TURN = 60.0  # seconds; of another pass with a leaf, where there is no deadline
+_LOOK = 0.2  # seconds, after which a thread that waits for such a turn looks whether its own pass goes on
+
+
+class InterruptedPassError(GradientError):
+    """Inside the engine: the pass is over, and what is waited for will not come."""
+
+
+class LatePassError(InterruptedPassError):
+    """Inside the engine: the time of the pass is over."""
+
 
 class Arrived(msgspec.Struct, eq=False):
     """Gradients as they were read."""
@@ -77,6 +88,10 @@ class LocalPass(Part, eq=False, kw_only=True):
     # At the root of a plain backward(): how many seconds it waits before it asks whether the pass moves elsewhere.
     patience: float | None = None
     moves: Callable[[Callable[[int], PartState]], bool] | None = None
+    # At the root: from when on, and how, others are asked what they await, should the pass be late. None: they were.
+    asks_at: float = 0.0
+    ask: Callable[[Callable[[int], PartState]], object] | None = None
+    held_up: str = ""  # by whom
     depth: int = 1
     on_own_thread: bool = False  # on the thread that has called backward(), whose modes hold already
     turn: Any = None  # of that thread with the read lease
@@ -118,16 +133,41 @@ class LocalPass(Part, eq=False, kw_only=True):
 
     def wait_until(self) -> float | None:
         """Says until when to wait that begins now."""
+        until = self.deadline if self.ask is None else self.asks_at
         if self.patience is None:
-            return self.deadline
-        until = clock.now() + self.patience
-        return until if self.deadline is None else min(until, self.deadline)
+            return until
+        patient = clock.now() + self.patience
+        return patient if until is None else min(patient, until)
 
     def goes_on(self) -> bool:
         """Says, after a wait that was in vain, whether to wait again."""
-        if self.moves is None or self.interrupted or (self.deadline is not None and clock.now() >= self.deadline):
+        now = clock.now()
+        if self.interrupted or (self.deadline is not None and now >= self.deadline):
             return False
-        return self.moves(self.describe)
+        if self.ask is not None and now >= self.asks_at:
+            ask, self.ask = self.ask, None
+            ask(self.describe)
+            return True
+        return self.moves is not None and self.moves(self.describe)
+
+    def take(self, lock: Any, held_by: str) -> None:
+        """Takes a lock that another pass holds while it runs users' code.
+
+        Raises:
+            InterruptedPassError: this pass is over meanwhile.
+            LatePassError: its time is.
+            GradientError: it has no time limit, and the other one did not give the lock back within a minute.
+        """
+        until = clock.now() + _LONGEST_TURN if self.deadline is None else self.deadline
+        while not lock.acquire(timeout=max(0.0, min(_LOOK, until - clock.now()))):
+            if self.interrupted:
+                raise InterruptedPassError(f"the pass was ended: {self.interrupted}")
+            if clock.now() < until:
+                continue
+            if self.deadline is None:
+                raise GradientError(f"{held_by}, for over {_LONGEST_TURN:.0f} s")
+            self.held_up = held_by
+            raise LatePassError(held_by)
 
     def interrupt(self, worker_id: int, reason: str) -> list[Any]:
         """Ends the engine's waiting. Returns what was kept for it: see Note [what a dropped part leaves]."""

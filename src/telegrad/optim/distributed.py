@@ -24,8 +24,10 @@ from torch.optim import Optimizer
 from .._torch import tree_leaves
 from ..errors import HandedOverError, OptimizerError, TelegradError
 from ..messages import Envelope, Forget, Kind
+from ..primitives import clock
 from ..primitives.current import current_worker
 from ..rref import RRef
+from ..runtime.pending import limit_here
 from . import owner as remote
 from .owner import NO_OPTIONS, News, Options
 from .owners import Owner, check_place, groups_of, handles_of, on_owners, owners_of
@@ -135,13 +137,16 @@ class DistributedOptimizer(Optimizer):
         worker = current_worker()
         handles: list[Any] = [owner.handle for owner in self._owners]
         if set_to_none and all(map(worker.calls.peers.is_near, self._owner_ids)):
+            limit = limit_here(None, worker.options.rpc_timeout)
+            deadline = None if limit is None else clock.now() + limit
             try:
                 for handle in handles:
                     if handle.is_owner():
                         remote.zero_grad(handle.entry.id, True)
                     else:
                         envelope = Envelope(_CLEAR, worker.new_message_id(), handle.entry.id)
-                        worker.post(handle.entry.owner, envelope, Forget(()), worker.options.rpc_timeout or None, None)
+                        left = None if deadline is None else max(0.0, deadline - clock.now())
+                        worker.post(handle.entry.owner, envelope, Forget(()), left, None)
                 return
             except TelegradError as error:  # what follows says why
                 if isinstance(error, HandedOverError) and error.interrupt is not None:

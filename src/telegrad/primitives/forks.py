@@ -11,12 +11,17 @@ import sys
 import traceback
 from typing import NoReturn
 
+from ..errors import TelegradError
 from .current import thread
 
 
 def leave(error: BaseException | None = None) -> NoReturn:
     """Ends this process with the exit code that Python would give it, if `error` is what was raised."""
-    code = 0
+    code, cause = 0, error
+    while isinstance(cause, TelegradError):  # telegrad's own around what users' code raised while it was pickled, say
+        cause = cause.__cause__
+    if isinstance(cause, SystemExit):
+        error = cause
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         code = error.code or 0
     elif error is not None:

@@ -13,6 +13,7 @@ import torch
 from .._torch import BaseFuture
 from ..errors import CallTimeoutError
 from . import current
+from .forks import leave_if_orphan
 from .interrupts import calling_back, critical, finaliser, in_finaliser
 from .untraced import untraced, untraced_methods
 
@@ -146,17 +147,20 @@ def _set_done(waiter: asyncio.Future[None]) -> None:
 
 def _in_this_context(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns a callback that runs in the autograd context that is current now, on whichever thread."""
-    context_id = current.current_context_id()
-    return partial(_run_in, context_id, callback) if context_id else callback
+    return partial(_run_in, current.current_context_id(), callback)
 
 
 @untraced
 def _run_in(context_id: int, callback: Callable[[Any], Any], future: Any) -> Any:
-    token = current.context_id.set(context_id)
+    token = current.context_id.set(context_id) if context_id else None
     try:
         return callback(future)
+    except BaseException as error:
+        leave_if_orphan(error)  # torch would make another error of it, or drop it
+        raise
     finally:
-        current.context_id.reset(token)
+        if token is not None:
+            current.context_id.reset(token)
 
 
 class _Failure:

@@ -1,13 +1,16 @@
-"""The memory and the descriptors that this process can still get, for the texts of errors."""
+"""The memory and the descriptors this process can still get, for the texts of errors; and memory that it gives back."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import gc
 import os
 import resource
 from pathlib import Path
 
 _MIB = 1 << 20
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 _NO_DESCRIPTOR = "no file descriptor for a message"
 
 
@@ -41,6 +44,15 @@ def describe_lost_descriptor(nbytes: int) -> str:
 def with_advice(failure: str, advice: str) -> str:
     """Adds what to do to the description of a failed allocation; that of a lost descriptor says it already."""
     return failure if failure.startswith(_NO_DESCRIPTOR) else f"{failure}; {advice}"
+
+
+def reclaim() -> None:
+    """Frees what only cycles keep, and gives free memory back to the system. Takes up to tenths of a second, in most of
+    which no other thread runs Python."""
+    if gc.isenabled():
+        gc.collect()
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 def _left() -> str:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from _thread import RLock  # threading.RLock is Python code
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,7 +40,8 @@ def prepared(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
 # Note [a later set_num_threads]
 # In torch a later call changes the calling thread and those that are yet to start. Which thread of a worker serves a
 # call is a matter of timing, so all of them have to follow. torch cannot be asked for the number from another thread:
-# while a worker runs, a function that also counts its calls stands in for torch.set_num_threads.
+# while a worker runs, a function that also counts its calls stands in for torch.set_num_threads, in all modules that
+# have that under its name: some were imported before, and say `from torch import set_num_threads`.
 times_set = 0  # how often it was called; threads compare theirs with it
 _number = 0  # what it was called with last
 _followers: set[int] = set()  # the workers that run, by the id of their threads
@@ -74,7 +77,7 @@ def add_follower(threads: object) -> None:
         _followers.add(id(threads))
         if _below is None:
             _below = torch.set_num_threads
-            torch.set_num_threads = _stand_in(_below)  # type: ignore[assignment]
+            _replace(_below, _stand_in(_below))
 
 
 def remove_follower(threads: object) -> None:
@@ -82,8 +85,17 @@ def remove_follower(threads: object) -> None:
     global _below
     with _lock:
         _followers.discard(id(threads))
-        if not _followers and _below is not None and getattr(torch.set_num_threads, "__wrapped__", None) is _below:
-            torch.set_num_threads, _below = _below, None  # type: ignore[assignment]
+        if not _followers and getattr(torch.set_num_threads, "__wrapped__", None) is _below and _below is not None:
+            _replace(torch.set_num_threads, _below)
+            _below = None
+
+
+def _replace(old: Callable[..., None], new: Callable[..., None]) -> None:
+    for module in list(sys.modules.values()):
+        if issubclass(type(module), ModuleType):
+            variables = object.__getattribute__(module, "__dict__")  # one that is loaded late is not loaded by this
+            if variables.get("set_num_threads") is old:
+                variables["set_num_threads"] = new
 
 
 def _in_child() -> None:

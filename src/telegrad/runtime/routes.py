@@ -13,11 +13,13 @@ import msgspec
 
 from ..errors import AddressError, ConnectError, NoRouteError, VersionError
 from ..messages import Hello, Member
+from ..primitives import clock
 from ..transport.base import Connection, CrossingError, Transport
 
 
 def dial(member: Member, hello: Hello, host: str, transports: Mapping[str, Transport], timeout: float) -> Connection:
-    """Connects a worker on `host` with a member, at the first of its addresses that answers.
+    """Connects a worker on `host` with a member, at the first of its addresses that answers. Takes `timeout` seconds at
+    most: each address has an equal part of what those before it have left.
 
     Raises:
         NoRouteError: no transport of both leads there.
@@ -27,9 +29,11 @@ def dial(member: Member, hello: Hello, host: str, transports: Mapping[str, Trans
     to_it = msgspec.structs.replace(hello, to=member.id)
     errors: list[str] = []
     slow: BaseException | None = None
-    for address in addresses_to_dial(member, host, transports):
+    deadline, found = clock.now() + timeout, addresses_to_dial(member, host, transports)
+    for place, address in enumerate(found):
+        left = max(0.0, deadline - clock.now()) / (len(found) - place)
         try:
-            return transports[address.partition(":")[0]].connect(address, to_it, timeout)
+            return transports[address.partition(":")[0]].connect(address, to_it, left)
         except (VersionError, CrossingError, NoRouteError):
             raise
         except (ConnectError, AddressError) as error:  # the store may hold what is no address

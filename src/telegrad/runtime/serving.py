@@ -265,6 +265,7 @@ class Server:
         except TransportError as error:
             self._give_up(connection, call, error)
         except BaseException as error:
+            forks.leave_if_orphan(error)
             if isinstance(error, HandedOverError) or (isinstance(error, TimeoutError) and deadline is not None):
                 self._give_up(connection, call, error)
                 return

@@ -11,6 +11,11 @@ Messages may be decoded in any order: a number alone is only ever sent to a call
 
 What came from a worker that is gone is forgotten. A function of it that was passed on stays alive by ordinary
 references, and from then on travels in place, with each message, as a lambda does.
+
+# Note [large definitions that are forgotten]
+A namespace and its functions refer to each other, so Python frees them when it next looks for cycles. That is when
+enough objects were made, however large they are: a server may see many clients with large globals before. And glibc
+keeps what is freed of blocks of megabytes, once it has seen some of that size. When much was forgotten, both are told.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ _REFERENCE = struct.Struct("<BQQ")  # in the place of a function's name, which n
 _MOST_UNANSWERED = 10_000  # messages remembered, before starting anew
 _VERSIONS_KEPT = 8  # of one definition, at the callee: calls by an old number may still wait for a thread
 _SMALL = 1 << 20  # bytes; a larger definition is pickled again for each callee, not kept
+_MUCH = 16 << 20  # bytes of definitions: see Note [large definitions that are forgotten]
 
 
 class Definition:
@@ -61,6 +67,8 @@ class Definitions:
         self.unanswered: dict[int, tuple[int, list[Definition]]] = {}  # by message: its peer, what it carried
         self._received: dict[tuple[int, int], Any] = {}  # by owner and number
         self._versions: dict[tuple[int, int, str, str], list[int]] = {}  # by owner, origin, module and name
+        self._nbytes: dict[int, int] = {}  # of what was received, by sender
+        self._forgotten = 0  # the same, of workers that are gone, since memory was last reclaimed
         self.lost = namespaces.lost  # workers that are gone
         self.lacking: set[tuple[int, str]] = set()  # workers, and what of this `__main__` their own has not got
 
@@ -200,8 +208,9 @@ class Definitions:
             for definition in carried:
                 definition.known_to.add(peer)
 
-    def forget(self, peer: int) -> None:
-        """Forgets what a worker that is gone has sent, and what it was sent."""
+    def forget(self, peer: int) -> bool:
+        """Forgets what a worker that is gone has sent, and what it was sent. Returns whether memory is to be reclaimed:
+        see Note [large definitions that are forgotten]."""
         dead: list[Any] = []  # dies after the lock was released: that may run users' code
         with self._lock:
             dead += (unkept := self._namespaces.forget(peer))
@@ -217,6 +226,10 @@ class Definitions:
                 if key[:2] in places:
                     dead.append(self._current.pop(key))
                     self._by_id.pop(id(definition.obj), None)
+            self._forgotten += self._nbytes.pop(peer, 0)
+            if is_much := self._forgotten >= _MUCH:
+                self._forgotten = 0
+        return is_much
 
     # -- receiving -------------------------------------------------------------------------------------
 
@@ -228,6 +241,8 @@ class Definitions:
                 continue
             (origin, module, name, _, _), _ = place, obj = pickle.loads(blob)
             self._keep((owner, origin, module, name), number, self._bind(place, obj, sender))
+            with self._lock:
+                self._nbytes[sender] = self._nbytes.get(sender, 0) + len(blob)
 
     def _bind(self, place: tuple[int, str, str, int, dict[str, Any]], obj: Any, sender: int) -> Any:
         origin, module, name, version, base = place

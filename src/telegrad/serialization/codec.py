@@ -52,7 +52,7 @@ from ..messages import (
     Return,
 )
 from ..primitives.interrupts import interruptible, is_interrupt
-from ..primitives.memory import describe_failure
+from ..primitives.memory import describe_failure, reclaim
 from ..transport.base import Buffer, Connection, Frames
 from .by_name import Names
 from .devices import NO_MAP, StrictTargets, Targets, UnmappedDeviceError, check_all_here
@@ -273,9 +273,10 @@ class Codec(Values):
         """Notes an answer, which may never be decoded: its sender has run the call, unless it is a Failure."""
         self.definitions.on_answered(envelope.reply_to, peer, has_run=envelope.kind == _REPLY)
 
-    def forget(self, worker_id: int) -> None:
-        """Forgets what a worker that is gone has sent, and what it was sent."""
-        self.definitions.forget(worker_id)
+    def forget(self, worker_id: int, submit: Callable[[Callable[[], None]], None] | None = None) -> None:
+        """Forgets what a worker that is gone has sent, and what it was sent. `submit` has another thread run a task."""
+        if self.definitions.forget(worker_id) and submit is not None:
+            submit(reclaim)
 
     # -- exceptions ------------------------------------------------------------------------------------
 
