@@ -5,6 +5,7 @@ private methods of nodes, tensors and futures that other files use. A torch that
 from __future__ import annotations
 
 import ast
+import copy
 import gc
 import importlib.util
 import inspect
@@ -528,6 +529,34 @@ def test_a_scripted_method_leads_to_its_module() -> None:
     module = _torch.wrap_cpp_module(method.owner)
     assert isinstance(module, torch.jit.ScriptModule)
     assert getattr(module, method.name)(torch.ones(1)).tolist() == [2]
+
+
+@fact_of("ConcreteModuleType", "TorchDispatchMode")
+def test_what_a_scripted_module_holds() -> None:
+    module = torch.jit.script(nn_with(leaf() * 2))
+    assert "found" in _torch.ConcreteModuleType.from_jit_type(module._c._type()).get_attributes()
+    found = module._c.getattr("found")
+    assert found.grad_fn is not None and module._c.getattr("found") is found
+    seen = []
+
+    class Look(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert function is torch.ops.aten.clone.default
+            seen.append(args[0])
+            return args[0].detach()
+
+    with Look():
+        copy.deepcopy(module._c)
+    assert seen == [found]
+    other = leaf() * 3
+    module._c.setattr("found", other)
+    assert module.found is other and module._c.getattr("found") is other
+
+
+def nn_with(tensor: torch.Tensor) -> torch.nn.Module:
+    module = Scripted()
+    module.register_buffer("found", tensor)
+    return module
 
 
 @fact_of("find_builtin", "qualified_name")

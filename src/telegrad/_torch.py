@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch._C._autograd import DeviceType as DeviceType
 from torch._C._dynamo import eval_frame as eval_frame
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
@@ -72,6 +73,7 @@ parse_to = _C._nn._parse_to
 DistributedDataParallel = cast(Any, torch.nn.parallel.DistributedDataParallel)
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
+ConcreteModuleType = _C.ConcreteModuleType
 wrap_cpp_module = cast(Any, torch.jit)._recursive.wrap_cpp_module
 find_builtin = cast(Any, torch.jit)._builtins._find_builtin
 qualified_name = cast(Any, torch)._jit_internal._qualified_name

@@ -14,10 +14,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore
+from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
 import telegrad
 from telegrad import errors, rpc
 from telegrad.cli.observer import ObservedGroup
+from telegrad.compat.agent import start_with
 from telegrad.messages import WIRE_VERSION, Hello, Member
 from telegrad.primitives.text import clean
 from telegrad.rendezvous.address import open_store
@@ -341,11 +343,23 @@ def test_a_run_after_a_clean_shutdown_works_on_the_same_file(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_a_dead_group_left_behind_is_named(tmp_path):
+def start_here(rank, path):
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, init_method=f"file://{path}")
+
+
+def start_as_torch_does(rank, path):
+    """As the drop-in starts a worker: with a store that torch has opened, and put a prefix before."""
+    store = PrefixStore("rpc_prefix_0", FileStore(str(path), 2))
+    start_with(OPTIONS)(store, f"w{rank}", rank, 2, TensorPipeRpcBackendOptions())
+
+
+@pytest.mark.parametrize(("start", "prefix"), [(start_here, ""), (start_as_torch_does, "rpc_prefix_0")])
+def test_a_file_that_a_dead_group_left_behind_is_named(tmp_path, start, prefix):
     """All workers of a run of fixed size were killed; the next run must not take its entries for workers."""
     path = tmp_path / "meet"
     for rank in range(2):  # as two workers leave it that are killed
-        dead = Group(FileStore(str(path), -1), 2, 5.0)
+        store = FileStore(str(path), -1)
+        dead = Group(PrefixStore(prefix, store) if prefix else store, 2, 5.0)
         assert dead.new_id(rank) == rank
         dead.claim(f"w{rank}", rank, lambda _: False)
         dead.publish(Member(rank, f"w{rank}", ("unix:///proc/0/fd/0",), this_host(), rank))
@@ -353,7 +367,23 @@ def test_a_file_that_a_dead_group_left_behind_is_named(tmp_path):
     path.chmod(0o600)
     for rank in range(2):
         with pytest.raises(errors.RendezvousError, match=rf"'{path}' was left behind .* none lives .* remove it"):
-            rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, init_method=f"file://{path}")
+            start(rank, path)
+
+
+def test_a_file_that_torch_has_opened_is_torchs_to_remove(tmp_path):
+    """A program may use it for more than this group: for a process group, and for the next group with a prefix."""
+    path = tmp_path / "meet"
+    store = FileStore(str(path), 2)
+    for number in range(2):
+        group = Group(PrefixStore(f"rpc_prefix_{number}", store), 1, 5.0, removes_file=False)
+        worker = Worker.start("w", group, OPTIONS, rank=0)
+        assert worker.id == 0
+        worker.close()
+        assert path.exists()
+    path.unlink()
+    with pytest.raises(errors.RendezvousError, match="is gone; has the group ended"):
+        Group(PrefixStore("rpc_prefix_2", store), 1, 5.0, removes_file=False)
+    assert not path.exists()
 
 
 def test_a_worker_that_comes_as_the_last_one_leaves_is_told(tmp_path):

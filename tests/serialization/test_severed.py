@@ -23,6 +23,7 @@ from telegrad.nn import RemoteModule
 from telegrad.primitives import current
 from telegrad.primitives.current import current_worker
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 PATIENCE = 30.0
 OPTIONS = telegrad.Options(rpc_timeout=PATIENCE, backward_timeout=PATIENCE)
 
@@ -187,6 +188,9 @@ SCRIPT = """
         def of_attribute(x):
             return (Model.factor * x).sum()
 
+    def of_scripted(x):
+        return (scripted.shift * x).sum()
+
     def of_leaf(x):
         (weight * x).sum().backward()
         return weight.grad
@@ -198,6 +202,7 @@ def script() -> Iterator[Any]:
     made = types.ModuleType("a_script_with_tensors")
     made.torch = torch
     exec("\n".join(line[4:] for line in SCRIPT.splitlines()), vars(made))
+    made.scripted = torch.jit.script(Shifted(made.doubled))
     sys.modules[made.__name__] = made
     cloudpickle.register_pickle_by_value(made)
     yield made
@@ -208,7 +213,7 @@ def script() -> Iterator[Any]:
 def test_tensors_of_functions_that_go_by_value(server, script):
     x = torch.ones(2, requires_grad=True)
     with telegrad.LocalCluster(["a"], server=server, options=OPTIONS):
-        for function in (script.of_global, script.of_default, script.Model.of_attribute):
+        for function in (script.of_global, script.of_default, script.Model.of_attribute, script.of_scripted):
             loss = rpc.rpc_sync("a", function, args=(x,))
             assert loss.item() == 4.0
             with pytest.raises(GradientError, match=r"shape \(2,\) that came in the globals, defaults or attributes"):
@@ -223,27 +228,37 @@ def test_tensors_of_functions_that_go_by_value(server, script):
         assert weight.grad.tolist() == [2.0, 2.0]
 
 
+class Shifted(nn.Linear):
+    def __init__(self, shift: torch.Tensor) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("shift", shift)
+
+
 def shift_of(module: nn.Module) -> torch.Tensor:
     return module.shift.sum()
+
+
+def shift_there(module: rpc.RRef) -> torch.Tensor:
+    return shift_of(module.local_value())
 
 
 def make(module: nn.Module) -> nn.Module:
     return module
 
 
-def test_what_a_module_by_value_has_computed(cluster):
+@pytest.mark.parametrize("scripted", [False, True])
+def test_what_a_module_by_value_has_computed(cluster, scripted):
     x = torch.ones(2, requires_grad=True)
-    module = nn.Linear(2, 2)
-    module.register_buffer("shift", x * 2)
+    module = torch.jit.script(Shifted(x * 2)) if scripted else Shifted(x * 2)
     loss = rpc.rpc_sync("a", shift_of, args=(module,))
     assert loss.item() == 4.0
     with pytest.raises(GradientError, match="came in a module or its state"):
         loss.backward()
     with autograd.context() as context_id:  # there modules are followed
-        autograd.backward(context_id, [rpc.rpc_sync("a", shift_of, args=(module,))])
+        autograd.backward(context_id, [rpc.rpc_sync("a", shift_of, args=(module,))], retain_graph=True)
         assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0]
     there = RemoteModule.from_module("a", module)
-    loss = there.module_rref.rpc_sync().get_buffer("shift").sum()
+    loss = rpc.rpc_sync("a", shift_there, args=(there.module_rref,))
     with pytest.raises(GradientError, match="came in a module or its state"):
         loss.backward()
     there(torch.ones(2)).sum().backward()  # its parameters are leaves there

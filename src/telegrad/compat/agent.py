@@ -138,7 +138,7 @@ def start_with(options: Options) -> Callable[..., Agent]:
         _torch_options = rpc_backend_options
         check_file_store(store)
         chosen = replace(options.with_those_of_torch(rpc_backend_options), strict_devices=True, plain=False)
-        group = Group(store, world_size or None, options.init_timeout)
+        group = Group(store, world_size or None, options.init_timeout, removes_file=False)
         worker = Worker.start(name, group, chosen, rank=rank)
         set_default_worker(worker)
         return get_agent()

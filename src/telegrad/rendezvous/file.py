@@ -34,10 +34,15 @@ def check_file_store(store: Any) -> None:
     Raises:
         RendezvousError: another user could write to the file, or replace it.
     """
+    if path := file_of(store):
+        _checked(path, create=False)
+
+
+def file_of(store: Any) -> str:
+    """Returns the path of the file that a store is in, also behind prefixes; empty for any other store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if isinstance(store, FileStore):
-        _checked(str(getattr(store, "path", "")), create=False)  # torch's types do not know it
+    return str(getattr(store, "path", "")) if isinstance(store, FileStore) else ""  # torch's types do not know it
 
 
 def temporary_directory() -> str:

@@ -3,7 +3,8 @@
     group                a random name; connections between different groups are refused
     size                 how many workers it has
     ids                  a counter: the next worker id
-    present              how many workers have joined and not left; "ended" once the last one has left a file
+    present              how many workers have joined a file and not left; "ended" once the last one has left, who
+                         removes it
     name/<name>          the id of the worker that has the name
     rank/<rank>          the id of the worker that has the rank (groups of a fixed size)
     incarnations/<rank>  how many workers have had it
@@ -38,6 +39,7 @@ from ..primitives import clock
 from ..primitives.interrupts import interruptible
 from ..primitives.text import check_name, clean
 from .address import first_line
+from .file import file_of
 from .store import Deadline, StoreClient, no_answer
 
 Value = TypeVar("Value")
@@ -58,13 +60,18 @@ def this_host() -> str:
 
 class Group:
     """The workers that share a store, as one of them sees it. Methods that ask the store take a time limit in seconds;
-    by default that of the start-up."""
+    by default that of the start-up.
 
-    def __init__(self, store: Any, world_size: int | None, timeout: float) -> None:
+    The last worker to leave removes the file that the store is in, if `removes_file`. Where torch has opened it, torch
+    does so, once nothing uses it: the program may have more than this group in it.
+    """
+
+    def __init__(self, store: Any, world_size: int | None, timeout: float, *, removes_file: bool = True) -> None:
         self._client = StoreClient(PrefixStore(_PREFIX, store))
         self.world_size = world_size
         self._timeout = timeout
-        self._file: str = getattr(store, "path", "")  # of a FileStore, which the last worker to leave removes
+        self._file = file_of(store)
+        self._removes_file = removes_file and bool(self._file)
         self._is_counted = False  # in "present"
         self._published = b""  # this worker's entry
         self.dead: set[int] = set()  # ranks of which this worker has found, at its end, that they have died
@@ -78,7 +85,7 @@ class Group:
         """The group's name. The first worker to come decides on the name and the size; the size must be the same for
         all."""
         until = self._until(None)
-        if self._file:
+        if self._removes_file:
             self._count_in(until)
         name = self._compare_set("group", "", uuid.uuid4().hex, until)
         size = "no fixed size" if self.world_size is None else f"{self.world_size} workers"

@@ -46,6 +46,20 @@ class Outgoing(msgspec.Struct, eq=False):
     # that lacks them. See severed.py. Empty: they arrive as leaves.
     severed: str = ""
 
+    def follows(self, tensor: torch.Tensor) -> bool:
+        """Whether it follows a tensor that requires grad; else that goes by value."""
+        if self.tracked is None:
+            return False
+        if self.copies_parameters:
+            return not (tensor.is_leaf and isinstance(tensor, torch.nn.Parameter))
+        return not self.in_modules or id(tensor) not in self.in_modules
+
+    def severs(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that requires grad, and is not followed, loses its history."""
+        if not self.severed:
+            return False
+        return tensor.grad_fn is not None or (self.in_modules is not None and id(tensor) not in self.in_modules)
+
 
 class unpickling:
     """A message that this thread unpickles: which worker it came to, from which other one (None: from none), and its

@@ -228,11 +228,7 @@ class Values:
             message.handles.append(obj)
             return obj.rebuild, (obj.entry.id, obj.entry.owner)
         if message.tracked is not None and isinstance(obj, torch.Tensor) and obj.requires_grad:
-            if message.copies_parameters:
-                follows = not (obj.is_leaf and isinstance(obj, torch.nn.Parameter))
-            else:
-                follows = not message.in_modules or id(obj) not in message.in_modules
-            if follows:
+            if message.follows(obj):
                 return reduce_tracked(obj, message.apart)
         elif message.in_modules is not None and isinstance(obj, torch.nn.Module):
             for part in obj.modules():  # not parameters(): a RemoteModule asks its worker for them
@@ -323,13 +319,11 @@ def _no_handle(id: int, owner: int) -> Any:
 
 def _reduce_data(obj: Any, message: Outgoing) -> Any:
     if issubclass(type(obj), torch.Tensor):
-        if message.severed and obj.requires_grad:
-            in_modules = message.in_modules
-            if obj.grad_fn is not None or (in_modules is not None and id(obj) not in in_modules):
-                return reduce_severed(obj, message.severed)
+        if message.severed and obj.requires_grad and message.severs(obj):
+            return reduce_severed(obj, message.severed)
         return reduce_tensor(obj, message)
     if is_named_by_torch(obj):
-        return reduce_named_by_torch(obj, message.same_main)
+        return reduce_named_by_torch(obj, message)
     return NotImplemented
 
 
