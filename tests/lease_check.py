@@ -261,8 +261,10 @@ def _leave(lease: ReadLease) -> None:
 
 def _release(original: Any) -> Any:
     def release(self: ReadLease) -> None:
-        _leave(self)
-        original(self)
+        try:
+            original(self)  # which may have tasks to run first
+        finally:
+            _leave(self)
 
     return release
 

@@ -76,7 +76,7 @@ class Worker:
             member.name, self._poller, options.idle_thread_timeout, self._on_thread_start, self._tick
         )
         self.events.log_by(self._threads.submit)
-        self._lease = ReadLease(self._poller, options.spin)
+        self._lease = ReadLease(self._poller, options.spin, self._threads.submit)
         self._codec = Codec(member.id, hello.main, options.strict_devices, options.plain)
         self._pending = PendingCalls(self._on_expired, self._threads.new_timer, self._threads.submit)
         self.contexts = Contexts(member.id, self.new_message_id)

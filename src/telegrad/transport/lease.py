@@ -27,6 +27,7 @@ run_unread   A connection's descriptor may be closed only while no thread is ins
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -35,7 +36,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..events import logger
+from ..errors import text_of
+from ..events import log_by
 from ..primitives import clock, current
 from ..primitives.interrupts import blocking
 from .poller import ARMED, DISARMED, Poller
@@ -62,10 +64,17 @@ _NONE: list[Any] = []
 
 
 class ReadLease:
-    """One worker's. `on_readable` is called with the lease held, on an idle thread, when something has arrived."""
+    """One worker's. `on_readable` is called with the lease held, on an idle thread, when something has arrived. `submit`
+    has another thread run a task."""
 
-    def __init__(self, poller: Poller, spin: float = 0.0) -> None:
+    def __init__(
+        self,
+        poller: Poller,
+        spin: float = 0.0,
+        submit: Callable[[Callable[[], None]], object] = lambda task: task(),
+    ) -> None:
         self.on_readable: Callable[[], None] = self.release
+        self._submit = submit
         self.max_spin = spin if (os.cpu_count() or 1) > 1 else 0.0
         self._close_by = _LIVELY
         self._no_devices: list[None] = [None]  # until there are; list.pop decides which thread is first
@@ -176,8 +185,9 @@ class ReadLease:
             task = self._unread.popleft()  # the holder's alone
             try:
                 task()
-            except Exception:
-                logger.exception("a connection could not be closed")
+            except Exception as error:
+                text = "a connection could not be closed: %s"
+                log_by(self._submit, logging.ERROR, text, f"{type(error).__name__}: {text_of(error)}")
 
     # -- waiting ---------------------------------------------------------------------------------------
 
