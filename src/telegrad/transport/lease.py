@@ -64,8 +64,8 @@ _NONE: list[Any] = []
 
 
 class ReadLease:
-    """One worker's. `on_readable` is called with the lease held, on an idle thread, when something has arrived. `submit`
-    has another thread run a task."""
+    """One worker's. `on_readable` is called with the lease held, on an idle thread, when something has arrived.
+    `submit` has another thread run a task."""
 
     def __init__(
         self,
