@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import socket
 import subprocess
@@ -20,9 +21,11 @@ import telegrad
 from telegrad import errors
 from telegrad.cli.observer import ObservedGroup
 from telegrad.messages import Member
+from telegrad.primitives import clock
 from telegrad.primitives.interrupts import critical
-from telegrad.rendezvous.group import Group
+from telegrad.rendezvous.group import Group, poll_until
 from telegrad.rendezvous.store import Deadline, StoreClient
+from telegrad.runtime import shutdown
 from telegrad.worker import Worker
 
 PATIENCE = 30.0
@@ -217,6 +220,53 @@ def test_a_shutdown_of_a_fixed_group_ends_in_time_while_the_store_is_stopped(sto
 
     assert took(close) < 5.0
     assert worker.is_closed
+
+
+def test_waiting_for_one_rank_of_many_costs_two_requests_at_a_time(store, monkeypatch):
+    """Workers wait in shutdown() for hours, beside one that works."""
+    size, handed_over, ask = 20, [], StoreClient.ask
+
+    def count(self: StoreClient, function: object, until: Deadline) -> object:
+        handed_over.append(function)
+        return ask(self, function, until)
+
+    worker = Worker.start("w", Group(store, 1, 5.0), rank=0)
+    group = worker.group
+    group.world_size = size
+    for rank in set(range(size)) - {7, 12}:
+        group.arrive("end", rank)
+    roll = shutdown._RollCall(worker, "end", None)
+    assert not roll.is_complete() and roll.missing[0] == 7
+    monkeypatch.setattr(StoreClient, "ask", count)
+    before = store.requests
+    for _ in range(10):
+        assert not roll.is_complete()
+    assert store.requests - before == 20  # whether it has come, and whether it has left
+    assert len(handed_over) == 10
+    assert roll.all_missing() == [7, 12]
+    group.arrive("end", 7)
+    group.arrive("end", 12)
+    assert roll.is_complete() and not roll.all_missing()
+    group.world_size = 1
+    worker.close()
+
+
+def test_whoever_has_waited_for_long_asks_less_often(monkeypatch):
+    now, pauses = [100.0], []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(clock, "now", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert not poll_until(lambda: False, 60.0)
+    assert now[0] == pytest.approx(160.0)  # and not later
+    assert pauses == sorted(pauses[:-1]) + pauses[-1:]
+    waited = dict(zip(itertools.accumulate(pauses, initial=0.0), pauses, strict=False))
+    assert all(pause <= 0.05 for since, pause in waited.items() if since < 5.0)
+    assert all(pause == 0.25 for since, pause in waited.items() if 26.0 < since < 59.5)
+    assert len(pauses) < 450  # it was 1,200
 
 
 def test_a_fork_of_a_client_is_closed_and_leaves_the_parents_alone(store):

@@ -20,6 +20,7 @@ from telegrad.messages import MAX_WORKER_ID, MIN_OBSERVER_ID, PROBE_ID, Hello, M
 from telegrad.options import Options
 from telegrad.rendezvous.group import Group, this_host
 from telegrad.runtime.peers import Peers
+from telegrad.runtime.shutdown import _RollCall
 from telegrad.transport.base import Connection, CrossingError, Frames
 from telegrad.transport.inproc import Hub
 from telegrad.transport.unix import bind_unseen
@@ -508,6 +509,33 @@ def test_a_rank_that_died_before_anyone_met_it_holds_no_shutdown(caplog):
     assert time.monotonic() - began < PATIENCE / 2
     assert caplog.messages.count("worker 'w2' (rank 2) has ended; its shutdown is not waited for") == 2
     dead.let_go()
+
+
+def test_one_that_takes_the_place_of_one_that_has_left_is_waited_for():
+    store = HashStore()
+    worker = Worker.start("w1", Group(store, None, PATIENCE), rank=1)
+    group = worker.group
+    group.world_size = 3
+    group.arrive("end", 1)
+    others = Group(store, None, PATIENCE)
+    left = Member(2, "w2", (), this_host(), 2)
+    others.publish(left)
+    others._ask(others._until(None), "set", "left/2", b"1")
+    roll = _RollCall(worker, "end", None)
+    assert not roll.is_complete() and roll.missing[0] == 0
+    group.arrive("end", 0)
+    others._published = b""
+    others.publish(Member(3, "again", (), this_host(), 2))
+    assert not roll.is_complete() and roll.missing == [2]
+    others._ask(others._until(None), "set", "left/2", b"1")
+    assert roll.is_complete(), "that one has left, too"
+    others.publish(Member(3, "again", ("inproc://new",), this_host(), 2))
+    assert not roll.is_complete() and roll.missing == [2]
+    group.arrive("end", 2)
+    assert roll.is_complete()
+    group.world_size = None
+    worker.close(graceful=False)
+    others.let_go()
 
 
 def test_a_worker_that_cannot_look_for_others_waits_for_them(monkeypatch):

@@ -26,7 +26,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -49,6 +49,7 @@ _NEVER = "\x00never"
 _ENDED = "ended"
 _LONGEST_TEXT = 2000  # bytes of a text in the store that are shown
 _LEAVING = 1.0  # seconds that leaving a group may take
+_FIRST_PAUSE = 1e-3  # seconds
 
 
 def this_host() -> str:
@@ -109,16 +110,19 @@ class Group:
         return Deadline(self._timeout if timeout is None else timeout)
 
     def _ask(self, until: Deadline, method: str, *args: Any) -> Any:
+        return self._carry_out(until, f"{method} {args[0]}", lambda store: getattr(store, method)(*args))
+
+    def _carry_out(self, until: Deadline, what: str, request: Callable[[Any], Any]) -> Any:
         if self._file and not os.path.exists(self._file):  # torch would make it anew
             raise no_answer(f"the file {self._file!r}, where the group has met, is gone; has the group ended?")
         try:
-            return self._client.ask(lambda store: getattr(store, method)(*args), until)
+            return self._client.ask(request, until)
         except RendezvousError:
             raise
         except Exception as error:
             raise no_answer(
                 f"the group's store does not answer: {first_line(error)}; has the process that serves it ended? "
-                f"(the request: {method} {clean(str(args[0]))})"
+                f"(the request: {clean(what)})"
             ) from None  # its text has pages of C++ frames, which a traceback would show
 
     def _get(self, key: str, until: Deadline) -> bytes | None:
@@ -380,8 +384,21 @@ class Group:
     def arrive(self, barrier: str, rank: int, timeout: float | None = None) -> None:
         self._ask(self._until(timeout), "set", f"{barrier}/{rank}", b"1")
 
-    def arrived(self, barrier: str, rank: int, timeout: float | None = None) -> bool:
-        return bool(self._ask(self._until(timeout), "check", [f"{barrier}/{rank}"]))
+    def arrived(self, barrier: str, ranks: Sequence[int], timeout: float | None = None) -> tuple[int, list[int]]:
+        """Looks, rank by rank, who has arrived there or has left the group, as far as to the first that did neither.
+        Returns how many come before that one, and which of these have left."""
+
+        def look(store: Any) -> tuple[int, list[int]]:
+            left: list[int] = []
+            for count, rank in enumerate(ranks):
+                if not store.check([f"{barrier}/{rank}"]):
+                    if not store.check([f"left/{rank}"]):
+                        return count, left
+                    left.append(rank)
+            return len(ranks), left
+
+        found: tuple[int, list[int]] = self._carry_out(self._until(timeout), f"check {barrier}", look)
+        return found
 
 
 def check_same_name(member: Member, name: str) -> None:
@@ -400,11 +417,18 @@ def check_same_name(member: Member, name: str) -> None:
 
 def poll_until(condition: Callable[[], bool], timeout: float | None) -> bool:
     """Asks again and again, less and less often; False if the time was over."""
-    deadline = None if timeout is None else clock.now() + timeout
-    pause = 0.001
+    began = clock.now()
+    deadline = None if timeout is None else began + timeout
+    pause = _FIRST_PAUSE
     while not condition():
-        if deadline is not None and clock.now() > deadline:
+        now = clock.now()
+        if deadline is not None and now >= deadline:
             return False
-        interruptible(time.sleep, pause)
-        pause = min(0.05, pause * 1.5)
+        interruptible(time.sleep, pause if deadline is None else min(pause, deadline - now))
+        pause = min(1.5 * pause, pause_after(now - began))
     return True
+
+
+def pause_after(waited: float, least: float = 0.05, most: float = 0.25) -> float:
+    """Returns how long to pause before asking again what was asked for so many seconds: a hundredth of these."""
+    return min(most, max(least, waited / 100))

@@ -25,7 +25,7 @@ from ..primitives.torch_threads import prepared
 
 _log_level, _WARNINGS = cpp_log_level, 1
 _shown = _WARNINGS if _log_level is None else _log_level.value  # as TORCH_CPP_LOG_LEVEL asks for
-_IDLE = 0.2  # seconds without a request after which the thread ends
+_IDLE = 0.5  # seconds without a request after which the thread ends: longer than the pauses of those who poll
 
 
 class Deadline:

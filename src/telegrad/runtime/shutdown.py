@@ -19,7 +19,7 @@ from ..errors import PeerLostError, RendezvousError
 from ..events import logger
 from ..primitives import clock, current
 from ..primitives.interrupts import interruptible, run_all, uninstall
-from ..rendezvous.group import poll_until
+from ..rendezvous.group import pause_after, poll_until
 from ..rendezvous.store import Deadline
 from ..transport.device_board import janitor
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _LEAST = 1.0  # seconds that the store has for an answer: the time limit of a shutdown is for the other workers
 
-
-_BEFORE_QUESTIONS, _BETWEEN_QUESTIONS = 0.5, 0.2  # seconds of waiting, after which missing ranks are looked for
+# Seconds of waiting after which a missing rank is looked for, and between two looks, at least and at most:
+_BEFORE_QUESTIONS, _BETWEEN_QUESTIONS = 0.5, (0.2, 1.0)
 
 _DEVICE_PATIENCE = 2.0  # seconds
 
@@ -118,7 +118,7 @@ def _retire(worker: Worker, timeout: float | None) -> None:
         last = Deadline(min(5.0, left() or 5.0))
         worker.group.arrive("gone", worker.member.rank, _for_the_store(last))
         if worker.member.rank == 0:
-            poll_until(lambda: not _missing(worker, "gone", last), last.left())
+            poll_until(_RollCall(worker, "gone", last).is_complete, last.left())
         worker._ended_together = True
 
 
@@ -132,53 +132,90 @@ def meet(worker: Worker, barrier: str, timeout: float | None) -> None:
     if worker.group.world_size is None:
         return
     until = None if timeout is None else Deadline(timeout)
-    missing: list[int] = []
-    asked, next_question = 0, clock.now() + _BEFORE_QUESTIONS
+    roll = _RollCall(worker, barrier, until)
+    began = clock.now()
+    next_question = began + _BEFORE_QUESTIONS
 
     def all_here() -> bool:
-        nonlocal asked, next_question
-        missing[:] = _missing(worker, barrier, until)
-        if missing and clock.now() >= next_question:
-            _look_for(worker, missing[asked % len(missing)], until)
-            asked, next_question = asked + 1, clock.now() + _BETWEEN_QUESTIONS
-        return not missing
+        nonlocal next_question
+        while not roll.is_complete():
+            now = clock.now()
+            if now < next_question:
+                return False
+            if not _has_died(worker, roll.missing[0], until):
+                next_question = now + pause_after(now - began, *_BETWEEN_QUESTIONS)
+                return False
+        return True
 
     worker.group.arrive(barrier, worker.member.rank, _for_the_store(until))
-    if not poll_until(all_here, timeout):
+    if not poll_until(all_here, timeout) and (missing := roll.all_missing()):
         raise RendezvousError(
             f"ranks {missing} did not come to the shutdown within {timeout or 0:g} s; "
             "have they ended, or do they still work? shutdown(graceful=False) does not wait for them"
         )
 
 
-def _missing(worker: Worker, barrier: str, until: Deadline | None) -> list[int]:
-    """The ranks that have not arrived, and may still come: those that died, or left without waiting, will not."""
-    group, peers = worker.group, worker._peers
+class _RollCall:
+    """The ranks that have not come to a barrier, and may still: those that died, or left without waiting, will not.
 
-    def has_come(place: str, rank: int) -> bool:
-        return group.arrived(place, rank, _for_the_store(until))
+    Workers may wait here for hours, on the cores of those that work. So a rank is asked about only while nothing is
+    known of it, and one at a time: as long as one is missing, the others do not matter.
+    """
 
-    ranks = [rank for rank in range(group.world_size or 0) if rank not in group.dead]
-    return [r for r in ranks if not (has_come(barrier, r) or peers.is_lost(r) or has_come("left", r))]
+    def __init__(self, worker: Worker, barrier: str, until: Deadline | None) -> None:
+        self._worker = worker
+        self._barrier = barrier
+        self._until = until
+        self.missing = list(range(worker.group.world_size or 0))  # the first one is; of the others nothing is known
+        self._left: list[int] = []
+
+    def is_complete(self) -> bool:
+        """Asks as far as to the first rank that is missing; False if there is one."""
+        self._go_on()
+        if not self.missing and self._left:  # others may have taken their place meanwhile
+            self.missing, self._left = self._left, []
+            self._go_on()
+        return not self.missing
+
+    def _go_on(self) -> None:
+        self.missing = [rank for rank in self.missing if not self._is_gone(rank)]
+        count, left = self._ask(self.missing)
+        self._left += left
+        del self.missing[:count]
+
+    def all_missing(self) -> list[int]:
+        return [rank for rank in self.missing if not (self._is_gone(rank) or self._ask([rank])[0])]
+
+    def _is_gone(self, rank: int) -> bool:
+        return rank in self._worker.group.dead or self._worker._peers.is_lost(rank)
+
+    def _ask(self, ranks: list[int]) -> tuple[int, list[int]]:
+        if not ranks:
+            return 0, []
+        return self._worker.group.arrived(self._barrier, ranks, _for_the_store(self._until))
 
 
-def _look_for(worker: Worker, rank: int, until: Deadline | None) -> None:
+def _has_died(worker: Worker, rank: int, until: Deadline | None) -> bool:
     """Looks whether a rank still lives, with which this worker has no connection that would tell its end.
 
     Every rank has joined before any of them can be here, so there is an entry with its addresses. One that does not
     answer in time may be busy.
     """
+    peers = worker._peers
+    if peers.connection_with(rank) is not None:  # the first to have a rank has it as its id
+        return False
     member = worker.group.of_rank(rank, _for_the_store(until))
-    if member is None or worker._peers.connection_with(member.id) is not None:
-        return
+    if member is None or peers.connection_with(member.id) is not None:
+        return False
     try:
-        is_alive = interruptible(partial(worker._peers.is_alive, member, _LEAST, if_silent=True))
+        is_alive = interruptible(partial(peers.is_alive, member, _LEAST, if_silent=True))
     except OSError as error:  # this process has no descriptor to ask with
         logger.debug("worker %r could not be looked for: %s", member.name, str(error))
-        return
+        return False
     if not is_alive:
         worker.group.dead.add(rank)
         logger.warning("worker %r (rank %d) has ended; its shutdown is not waited for", member.name, rank)
+    return not is_alive
 
 
 def _for_the_store(until: Deadline | None) -> float | None:
