@@ -147,6 +147,8 @@ def _set_done(waiter: asyncio.Future[None]) -> None:
 
 def _in_this_context(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns a callback that runs in the autograd context that is current now, on whichever thread."""
+    if not callable(callback):
+        return callback  # torch says what is wrong
     return partial(_run_in, current.current_context_id(), callback)
 
 
