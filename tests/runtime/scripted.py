@@ -50,8 +50,11 @@ class ScriptedPoller:
     def own(self, fd: int) -> None:
         """Nothing of the scripted world is closed."""
 
-    def set_timer(self, seconds: float | None) -> None:
-        self.timer_at = float("inf") if seconds is None else self._world.now + seconds
+    def timer(self, seconds: float | None) -> Callable[[], None]:
+        def set_timer() -> None:
+            self.timer_at = float("inf") if seconds is None else self._world.now + seconds
+
+        return set_timer
 
     def wake(self) -> None:
         self._world.counts[self._bell] += 1

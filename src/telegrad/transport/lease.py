@@ -99,6 +99,7 @@ class ReadLease:
         self._inner.register(self._bell, select.EPOLLIN)
         self.turn: Turn | None = None  # the last one that began
         self.timer_at = 0.0  # when the timer rings that may relieve a turn; 0: it is not set
+        self.start_timer, self._stop_timer = poller.timer(PATIENCE), poller.timer(None)
         poller.register(self._fd, self._on_event)
         poller.on_timer = self._on_timer
         self._set(self._fd, ARMED)
@@ -124,7 +125,7 @@ class ReadLease:
         if self.timer_at:
             # Nobody is to be relieved: a timer that rings would wake a thread for nothing. First the timer, then the
             # note of it: one that another thread is about to set (_on_timer) must not be stopped and yet be noted.
-            self._poller.set_timer(None)
+            self._stop_timer()
             self.timer_at = 0.0
         self._lock.release()
         try:
@@ -282,12 +283,6 @@ class ReadLease:
 
     # -- relief ----------------------------------------------------------------------------------------
 
-    def relieve_later(self, now: float) -> None:
-        """Looks after a while whether a thread that does other work must be relieved. Not for each message: a timer
-        that is set may ring early for this one, and is then set again."""
-        self.timer_at = now + PATIENCE
-        self._poller.set_timer(PATIENCE)
-
     def _on_timer(self) -> None:
         turn = self.turn
         if turn is None or not turn.is_away:
@@ -296,7 +291,8 @@ class ReadLease:
         if now - turn.since >= PATIENCE * 0.9:
             turn.relieve()
         else:
-            self.relieve_later(now)
+            self.timer_at = now + PATIENCE
+            self.start_timer()
 
     def relieve(self) -> None:
         """Relieves the thread that keeps the lease while it does other work, if there is one."""
@@ -313,6 +309,7 @@ class ReadLease:
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
+            self.start_timer = self._stop_timer = _nothing
             self._is_rung = True  # nobody rings any more
             self._poller.unregister(self._fd)
             self._inner.close()
@@ -327,6 +324,7 @@ class ReadLease:
             self.turn.abandon()
         if not self._closed:
             self._closed = True
+            self.start_timer = self._stop_timer = _nothing
             self._inner.close()
             self._by_fd.clear()
 
@@ -362,8 +360,11 @@ class Turn:
         self.since = clock.now()
         self._away.append(None)
         now = clock.now()  # after that: a timer that rang before it has not seen this thread
-        if now >= self._lease.timer_at:
-            self._lease.relieve_later(now)
+        lease = self._lease
+        # Not for each message: a timer that is set may ring early for this one, and is then set again.
+        if now >= lease.timer_at:
+            lease.timer_at = now + PATIENCE
+            lease.start_timer()
 
     def take_back(self) -> bool:
         """After other work: whether the thread still has the lease. Then it cannot be relieved until `leave`."""

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from ..primitives import clock
 from ..primitives.interrupts import finaliser
@@ -30,7 +31,6 @@ class _TimerSpec(ctypes.Structure):
     )
 
 
-_NEVER = _TimerSpec(0, 0, 0, 0)
 _libc.timerfd_settime.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.POINTER(_TimerSpec), ctypes.c_void_p)
 
 ARMED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
@@ -89,13 +89,10 @@ class Poller:
         if self._wake_fd >= 0:
             os.eventfd_write(self._wake_fd, 1)
 
-    def set_timer(self, seconds: float | None) -> None:
-        """Calls `on_timer` on one of the threads after so long (None: not at all); replaces what was set before."""
-        if seconds is None:
-            _libc.timerfd_settime(self._timer_fd, 0, _NEVER, None)
-            return
-        whole, nanoseconds = divmod(max(1, int(seconds * 1e9)), 10**9)  # 0 would mean never
-        _libc.timerfd_settime(self._timer_fd, 0, _TimerSpec(0, 0, whole, nanoseconds), None)
+    def timer(self, seconds: float | None) -> Callable[[], object]:
+        """Makes a function that has `on_timer` called on one of the threads, so many seconds after it was called (None:
+        not at all), and replaces what was set before. It is C code, and not to be called after close() or abandon()."""
+        return partial(_libc.timerfd_settime, self._timer_fd, 0, _spec(seconds), None)
 
     def new_timer(self, callback: Callable[[], None]) -> Callable[[float], None]:
         """Makes a timer: a function that has the callback called, on one of the threads, so many seconds after it was
@@ -105,8 +102,7 @@ class Poller:
 
         def set_timer(seconds: float) -> None:
             if self._wake_fd >= 0:  # else it is gone
-                whole, nanoseconds = divmod(max(1, int(seconds * 1e9)), 10**9)  # 0 would mean never
-                _libc.timerfd_settime(fd, 0, _TimerSpec(0, 0, whole, nanoseconds), None)
+                _libc.timerfd_settime(fd, 0, _spec(seconds), None)
 
         return set_timer
 
@@ -128,7 +124,7 @@ class Poller:
         """In a fork of the process: lets go of the epoll, which is the parent's. The other descriptors stay open as
         long as this object: what else was copied with it may still write to them."""
         self._closed = True
-        self._wake_fd = self._timer_fd = -1
+        self._wake_fd = -1
         self._epoll.close()
         self._callbacks.clear()  # which refer to us, and would keep two descriptors until the next collection
         self.on_timer = _nothing
@@ -163,6 +159,11 @@ def _close(fds: list[int]) -> None:
             os.close(fds.pop())
     except IndexError:
         pass
+
+
+def _spec(seconds: float | None) -> _TimerSpec:
+    nanoseconds = 0 if seconds is None else max(1, int(seconds * 1e9))  # 0 means never
+    return _TimerSpec(0, 0, *divmod(nanoseconds, 10**9))
 
 
 def _timerfd() -> int:
