@@ -12,7 +12,7 @@ suite that `command_line.py` lists), so a new benchmark is one new module. The p
     gradients.py  growth.py  planning.py  passes.py  programs.py                   the suite `gradients`
     training.py  models.py                                                         the suite `training`
     steps.py  trainers.py  step_models.py  stages.py  optimizer_steps.py
-      leaves.py  messages.py  cputime.py                                           the suite `steps`
+      leaves.py  messages.py  cputime.py  by_hand.py                               the suite `steps`
     plain.py  devices.py                                 the suites `plain` and `devices`, which run by name only
     summary.py        medians, ratios, goals
     report.py  growth_report.py  tables.py               what is printed and written to results/
